@@ -1,0 +1,86 @@
+//! A device that only counts: the memory plan, the cost and the route of every op, before any
+//! weight is loaded.
+
+use std::collections::BTreeMap;
+
+use crate::device::{Device, DeviceError, DeviceInfo};
+use crate::{ActDtype, Buf, Cost, Op, Unsupported};
+
+/// What one kind of op adds up to.
+#[derive(Clone, Debug, Default)]
+pub struct Counted {
+    /// Runs.
+    pub runs: usize,
+    /// Sum of the costs.
+    pub cost: Cost,
+}
+
+/// Allocates nothing and computes nothing.
+#[derive(Debug)]
+pub struct DryRun {
+    act: ActDtype,
+    /// Bytes of each allocation, with its purpose.
+    pub allocations: Vec<(String, usize)>,
+    /// Costs by op name since the last [`DryRun::reset`].
+    pub ops: BTreeMap<&'static str, Counted>,
+    /// Geometry that an op refused.
+    pub unsupported: Vec<Unsupported>,
+}
+
+impl DryRun {
+    /// An empty plan for a device with these activations.
+    pub fn new(act: ActDtype) -> DryRun {
+        DryRun { act, allocations: Vec::new(), ops: BTreeMap::new(), unsupported: Vec::new() }
+    }
+
+    /// Forgets the ops counted so far; keeps the allocations.
+    pub fn reset(&mut self) {
+        self.ops.clear();
+    }
+
+    /// The cost of all ops counted.
+    pub fn total(&self) -> Cost {
+        let mut total = Cost::default();
+        self.ops.values().for_each(|c| total += c.cost);
+        total
+    }
+
+    /// Bytes allocated.
+    pub fn bytes(&self) -> usize {
+        self.allocations.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+impl Device for DryRun {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { name: "dry run".to_owned(), act: self.act }
+    }
+
+    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
+        self.allocations.push((what.to_owned(), bytes));
+        Ok(Buf { alloc: (self.allocations.len() - 1) as u32, offset: 0, bytes })
+    }
+
+    fn upload(&mut self, _: Buf, _: usize, _: &(dyn Fn(usize, &mut [u8]) + Sync)) {}
+
+    fn write(&mut self, _: Buf, _: &[u8]) {}
+
+    fn read(&mut self, _: Buf, out: &mut [u8]) {
+        out.fill(0);
+    }
+
+    fn copy(&mut self, _: Buf, _: Buf) {}
+
+    fn run(&mut self, op: &dyn Op) {
+        if let Err(unsupported) = op.check() {
+            self.unsupported.push(unsupported);
+        }
+        let counted = self.ops.entry(op.name()).or_default();
+        counted.runs += 1;
+        counted.cost += op.cost();
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}

@@ -1,0 +1,121 @@
+//! The CPU as a device.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::device::{Device, DeviceError, DeviceInfo, Mem};
+use crate::simd::Isa;
+use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool};
+
+/// Which implementation a host device runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostMode {
+    /// [`Op::reference`]: the scalar definitions.
+    Reference,
+    /// [`Op::host`]: SIMD and threads.
+    Simd,
+}
+
+/// Runs ops on the CPU, at once.
+#[derive(Debug)]
+pub struct Host {
+    mem: Mem,
+    cpu: Cpu,
+    mode: HostMode,
+    act: ActDtype,
+    failed: Option<DeviceError>,
+}
+
+impl Host {
+    /// The SIMD device with `threads` threads and int8 activations.
+    pub fn new(isa: Isa, threads: usize) -> Host {
+        Host::with(HostMode::Simd, isa, threads, ActDtype::I8)
+    }
+
+    /// A device with every choice spelled out.
+    pub fn with(mode: HostMode, isa: Isa, threads: usize, act: ActDtype) -> Host {
+        let cpu = Cpu { isa, pool: Pool::new(threads) };
+        Host { mem: Mem::default(), cpu, mode, act, failed: None }
+    }
+
+    /// The device's memory.
+    pub fn mem(&self) -> &Mem {
+        &self.mem
+    }
+
+    /// The instruction set and threads in use.
+    pub fn cpu(&self) -> &Cpu {
+        &self.cpu
+    }
+
+    fn fail(&mut self, op: &'static str, why: String) {
+        self.failed.get_or_insert(DeviceError::Op { op, why });
+    }
+}
+
+impl Device for Host {
+    fn info(&self) -> DeviceInfo {
+        let mode = match self.mode {
+            HostMode::Reference => "reference",
+            HostMode::Simd => self.cpu.isa.name(),
+        };
+        let threads = self.cpu.pool.threads();
+        let plural = if threads == 1 { "" } else { "s" };
+        DeviceInfo { name: format!("cpu ({mode}, {threads} thread{plural})"), act: self.act }
+    }
+
+    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
+        self.mem.alloc(bytes, what)
+    }
+
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+        let mem = &self.mem;
+        self.cpu.pool.ranges(buf.bytes, piece, &|start, end| {
+            fill(start, mem.get_mut(buf.slice(start, end - start)));
+        });
+    }
+
+    fn write(&mut self, buf: Buf, bytes: &[u8]) {
+        self.mem.get_mut(buf.slice(0, bytes.len())).copy_from_slice(bytes);
+    }
+
+    fn read(&mut self, buf: Buf, out: &mut [u8]) {
+        out.copy_from_slice(self.mem.get(buf.slice(0, out.len())));
+    }
+
+    fn copy(&mut self, from: Buf, to: Buf) {
+        assert!(!from.overlaps(&to) && from.bytes == to.bytes, "copy of {from:?} onto {to:?}");
+        self.mem.get_mut::<u8>(to).copy_from_slice(self.mem.get(from));
+    }
+
+    fn run(&mut self, op: &dyn Op) {
+        if self.failed.is_some() {
+            return;
+        }
+        let mut bindings = Bindings::default();
+        op.bind(&mut bindings);
+        if let Some((a, b)) = bindings.conflict() {
+            return self.fail(op.name(), format!("`{}` overlaps `{}`", a.name, b.name));
+        }
+        if cfg!(debug_assertions)
+            && let Err(unsupported) = op.check()
+        {
+            return self.fail(op.name(), unsupported.to_string());
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(|| match self.mode {
+            HostMode::Reference => op.reference(&self.mem),
+            HostMode::Simd => op.host(&self.mem, &self.cpu),
+        }));
+        if let Err(panic) = outcome {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("panic");
+            self.fail(op.name(), format!("{text} in {op:?}"));
+        }
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        self.failed.take().map_or(Ok(()), Err)
+    }
+}

@@ -1,0 +1,66 @@
+//! What the engine computes: one folder per operation, and the devices that run them.
+//!
+//! An [`Op`] is plain data: buffers, shapes and dtypes. It carries its own definition
+//! ([`Op::reference`], scalar), its SIMD implementation ([`Op::host`]), its geometry contract
+//! ([`Op::check`]) and its cost ([`Op::cost`]). A [`Device`] runs ops and knows none by name.
+//!
+//! Everything that varies from one pass to the next (positions, kept rows, page tables, seeds)
+//! lives in device buffers ([`LaneStep`]), never in an op's fields, so a recorded pass can be
+//! replayed.
+
+mod act;
+mod device;
+mod op;
+mod pool;
+mod step;
+mod weight;
+
+pub mod simd;
+pub mod testing;
+
+pub mod accept;
+pub mod attention;
+pub mod attn_prepare;
+pub mod block_conv;
+pub mod copy_rows;
+pub mod embed;
+pub mod gated_delta;
+pub mod gated_norm;
+pub mod gdn_prepare;
+pub mod head_gate;
+pub mod linear;
+pub mod propose;
+pub mod rms_norm;
+pub mod silu_mul;
+pub mod top_k;
+
+pub use attention::Attention;
+pub use attn_prepare::{AttnPrepare, Queries, Rope, RopePairing};
+pub use block_conv::{BlockConv, BlockConvOut};
+pub use copy_rows::CopyRows;
+pub use embed::Embed;
+pub use gated_delta::GatedDelta;
+pub use gated_norm::GatedNorm;
+pub use gdn_prepare::{Commit, GdnGeometry, GdnPrepare, HeadMap};
+pub use head_gate::HeadGate;
+pub use linear::{Linear, LinearPart};
+pub use silu_mul::SiluMul;
+
+pub use act::{ACT_GROUP, Act, ActDtype};
+pub use device::{
+    Counted, Device, DeviceError, DeviceInfo, DryRun, Host, HostMode, OpCount, Trace,
+};
+pub use op::{Access, Binding, Bindings, Buf, Cost, Mem, Op, Unsupported};
+pub use pool::Pool;
+pub use rms_norm::RmsNorm;
+pub use step::{KvPool, LaneStep, Lanes, PAGE_TOKENS};
+pub use weight::{Format, ScaleDtype, Weight};
+
+/// What a host implementation may use: the instruction set and the thread pool.
+#[derive(Debug)]
+pub struct Cpu {
+    /// The vector instruction set chosen at start.
+    pub isa: simd::Isa,
+    /// The threads that share one op's work.
+    pub pool: Pool,
+}

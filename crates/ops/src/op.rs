@@ -1,0 +1,188 @@
+//! The seam: buffers, bindings, and the [`Op`] trait.
+
+use std::fmt::Debug;
+
+use crate::Cpu;
+pub use crate::device::Mem;
+
+/// A range of one device allocation. Copied freely; owns nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Buf {
+    /// Which allocation of the device.
+    pub alloc: u32,
+    /// First byte.
+    pub offset: usize,
+    /// Length in bytes.
+    pub bytes: usize,
+}
+
+impl Buf {
+    /// The part of this buffer that starts at `offset` and is `bytes` long.
+    ///
+    /// # Panics
+    /// If the part does not lie inside the buffer.
+    #[must_use]
+    pub fn slice(self, offset: usize, bytes: usize) -> Buf {
+        assert!(
+            offset.checked_add(bytes).is_some_and(|end| end <= self.bytes),
+            "slice {offset}+{bytes} of a buffer of {} bytes",
+            self.bytes
+        );
+        Buf { alloc: self.alloc, offset: self.offset + offset, bytes }
+    }
+
+    /// Rows `[row, row + rows)` of a row-major buffer whose rows are `row_bytes` long.
+    #[must_use]
+    pub fn rows(self, row: usize, rows: usize, row_bytes: usize) -> Buf {
+        self.slice(row * row_bytes, rows * row_bytes)
+    }
+
+    /// Whether two buffers share a byte.
+    pub fn overlaps(&self, other: &Buf) -> bool {
+        self.alloc == other.alloc
+            && self.offset < other.offset + other.bytes
+            && other.offset < self.offset + self.bytes
+    }
+}
+
+/// How an op uses a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Only read.
+    Read,
+    /// Every element that the op defines is written; none is read.
+    Write,
+    /// Read and written in place.
+    Update,
+}
+
+/// One buffer of an op.
+#[derive(Clone, Copy, Debug)]
+pub struct Binding {
+    /// Name used in reports.
+    pub name: &'static str,
+    /// The buffer.
+    pub buf: Buf,
+    /// How the op uses it.
+    pub access: Access,
+}
+
+/// The buffers of one op, in kernel order. Fixed capacity: binding must not allocate.
+#[derive(Debug, Default)]
+pub struct Bindings {
+    list: [Option<Binding>; Self::MAX],
+    len: usize,
+}
+
+impl Bindings {
+    /// The most buffers one op may bind.
+    pub const MAX: usize = 24;
+
+    fn push(&mut self, name: &'static str, buf: Buf, access: Access) {
+        assert!(self.len < Self::MAX, "an op binds more than {} buffers", Self::MAX);
+        self.list[self.len] = Some(Binding { name, buf, access });
+        self.len += 1;
+    }
+
+    /// A buffer that is only read.
+    pub fn read(&mut self, name: &'static str, buf: Buf) {
+        self.push(name, buf, Access::Read);
+    }
+
+    /// A buffer that is only written.
+    pub fn write(&mut self, name: &'static str, buf: Buf) {
+        self.push(name, buf, Access::Write);
+    }
+
+    /// A buffer that is read and written.
+    pub fn update(&mut self, name: &'static str, buf: Buf) {
+        self.push(name, buf, Access::Update);
+    }
+
+    /// The bindings, in order.
+    pub fn iter(&self) -> impl Iterator<Item = &Binding> {
+        self.list[..self.len].iter().flatten()
+    }
+
+    /// The first pair of bindings of which one is written and the other shares bytes with it.
+    pub fn conflict(&self) -> Option<(&Binding, &Binding)> {
+        for (i, a) in self.iter().enumerate() {
+            for b in self.iter().skip(i + 1) {
+                if (a.access != Access::Read || b.access != Access::Read) && a.buf.overlaps(&b.buf)
+                {
+                    return Some((a, b));
+                }
+            }
+        }
+        None
+    }
+}
+
+/// What one run of an op moves and computes, at least.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Bytes of weights read.
+    pub weight_bytes: u64,
+    /// Bytes of state, cache and activations read and written.
+    pub other_bytes: u64,
+    /// Multiplies and adds, counted apart.
+    pub flops: u64,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Cost) {
+        self.weight_bytes += other.weight_bytes;
+        self.other_bytes += other.other_bytes;
+        self.flops += other.flops;
+    }
+}
+
+/// A geometry that an op can't compute, found before anything runs.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{op}: {what} (supported: {limit})")]
+pub struct Unsupported {
+    /// The op's name.
+    pub op: &'static str,
+    /// The offending quantity with its value.
+    pub what: String,
+    /// What would be supported.
+    pub limit: String,
+}
+
+impl Unsupported {
+    /// An error unless `ok`.
+    pub fn unless(
+        ok: bool,
+        op: &'static str,
+        what: impl FnOnce() -> String,
+        limit: &str,
+    ) -> Result<(), Unsupported> {
+        if ok { Ok(()) } else { Err(Unsupported { op, what: what(), limit: limit.to_owned() }) }
+    }
+}
+
+/// One fused operation on device buffers. Plain data: no device type, no lifetime.
+pub trait Op: Debug {
+    /// The folder's name, also used in reports.
+    fn name(&self) -> &'static str;
+
+    /// The op's buffers. A written buffer may not overlap any other; devices rely on it.
+    fn bind(&self, bindings: &mut Bindings);
+
+    /// The geometry that every implementation may rely on, buffer sizes included.
+    fn check(&self) -> Result<(), Unsupported>;
+
+    /// Bytes and flops of one run.
+    fn cost(&self) -> Cost;
+
+    /// The definition: scalar and plain.
+    fn reference(&self, mem: &Mem);
+
+    /// The SIMD implementation.
+    fn host(&self, mem: &Mem, cpu: &Cpu);
+
+    /// The implementation that `host` picks on this machine, for reports.
+    fn route(&self, cpu: &Cpu) -> &'static str {
+        cpu.isa.name()
+    }
+}

@@ -1,0 +1,1 @@
+//! Contract to be written.

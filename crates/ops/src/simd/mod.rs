@@ -1,0 +1,177 @@
+//! Vector arithmetic on 16 f32 lanes, whatever the machine's register width.
+//!
+//! Every instruction set computes the same 16 lanes with the same operations in the same order
+//! (AVX2 as two registers, NEON as four, portable as an array), so their results agree bit for
+//! bit, and a kernel written once over [`Simd`] needs no tolerance between them.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub mod math;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub use avx512::Avx512;
+#[cfg(target_arch = "aarch64")]
+pub use neon::Neon;
+pub use portable::Portable;
+
+/// Lanes of one vector.
+pub const LANES: usize = 16;
+
+/// A vector instruction set, detected at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ, VL and VNNI.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// AVX2, FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// NEON.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    /// Plain Rust.
+    Portable,
+}
+
+impl Isa {
+    /// The best set that this machine has.
+    pub fn detect() -> Isa {
+        Isa::available()[0]
+    }
+
+    /// Every set that this machine has, best first.
+    pub fn available() -> Vec<Isa> {
+        let mut sets = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512vnni")
+            {
+                sets.push(Isa::Avx512);
+            }
+            if is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c")
+            {
+                sets.push(Isa::Avx2);
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        sets.push(Isa::Neon);
+        sets.push(Isa::Portable);
+        sets
+    }
+
+    /// The name used by `--isa` and in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => "avx2",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => "neon",
+            Isa::Portable => "portable",
+        }
+    }
+
+    /// Runs a kernel compiled for this set.
+    #[inline]
+    pub fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            // SAFETY: an `Isa` names a set that `available` found on this machine.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { avx512::run(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { avx2::run(kernel) },
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => neon::run(kernel),
+            Isa::Portable => kernel.run(Portable),
+        }
+    }
+}
+
+/// A computation written once for all instruction sets. `run` and everything it calls must be
+/// `#[inline(always)]`, so that it is compiled with the set's features.
+pub trait Kernel {
+    /// What it returns.
+    type Output;
+    /// The computation.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+/// Operations on 16 f32 lanes. A token proves that the machine has the instructions.
+pub trait Simd: Copy + Send + Sync + 'static {
+    /// 16 f32 lanes.
+    type F: Copy;
+
+    /// All lanes `x`.
+    fn splat(self, x: f32) -> Self::F;
+    /// The first 16 elements.
+    fn load(self, x: &[f32]) -> Self::F;
+    /// Into the first 16 elements.
+    fn store(self, v: Self::F, out: &mut [f32]);
+    /// 16 bf16 values, widened.
+    fn load_bf16(self, x: &[u16]) -> Self::F;
+    /// Rounded to bf16, to nearest even. NaN stays NaN.
+    fn store_bf16(self, v: Self::F, out: &mut [u16]);
+    /// a + b
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    /// a − b
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    /// a · b
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// a / b
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// a · b + c, rounded once.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// The larger; b where either is NaN.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// The smaller; b where either is NaN.
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    /// Square root.
+    fn sqrt(self, a: Self::F) -> Self::F;
+    /// Nearest integer, ties to even, as f32.
+    fn round(self, a: Self::F) -> Self::F;
+    /// a · 2^n for integral lanes n in −126..=127 (as f32).
+    fn scale_pow2(self, a: Self::F, n: Self::F) -> Self::F;
+    /// Lanes: a < b ? t : f
+    fn select_lt(self, a: Self::F, b: Self::F, t: Self::F, f: Self::F) -> Self::F;
+    /// Rounds to nearest even and converts to int8 (lanes must lie in −127..=127).
+    fn store_i8(self, v: Self::F, out: &mut [i8]);
+    /// The lanes as an array.
+    #[inline(always)]
+    fn lanes(self, v: Self::F) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        self.store(v, &mut out);
+        out
+    }
+    /// Sum of the lanes, as a balanced tree: lane i + lane i+8, then +4, +2, +1.
+    fn sum(self, v: Self::F) -> f32;
+    /// Largest lane.
+    fn reduce_max(self, v: Self::F) -> f32;
+}
+
+/// The tree of [`Simd::sum`] on an array.
+#[inline(always)]
+pub(crate) fn sum_tree(mut x: [f32; LANES]) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            x[i] += x[i + half];
+        }
+        half /= 2;
+    }
+    x[0]
+}

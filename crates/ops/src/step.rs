@@ -1,0 +1,68 @@
+//! What changes from pass to pass, in device buffers.
+
+use crate::Buf;
+
+/// Tokens of one page of a key/value pool, of one key block in attention, and of one chunk of the
+/// chunked recurrence: one absolute grid for all three.
+pub const PAGE_TOKENS: usize = 64;
+
+/// One lane's share of a pass. `step` buffers hold `[lanes]` of these.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct LaneStep {
+    /// First row of the lane in the pass's row buffers.
+    pub row0: u32,
+    /// Rows of the lane in this pass.
+    pub rows: u32,
+    /// Absolute position of the lane's first row.
+    pub pos: u32,
+    /// Which recurrent cell and which row of the page table the lane owns.
+    pub slot: u32,
+    /// Rows of the lane's previous pass that the recurrent state still has to take up.
+    pub pending: u32,
+    /// Which half of the pending buffers holds those rows; this pass writes the other half.
+    pub parity: u32,
+    /// Keeps the struct at 32 bytes.
+    pub reserved: [u32; 2],
+}
+
+/// The lanes of one pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lanes {
+    /// `[count]` of [`LaneStep`].
+    pub step: Buf,
+    /// Lanes in the pass.
+    pub count: usize,
+    /// Rows of all lanes together: the height of every row buffer of the pass.
+    pub rows: usize,
+    /// The most rows that any one lane has.
+    pub max_rows: usize,
+}
+
+/// Keys and values of one layer, in pages of [`PAGE_TOKENS`] positions.
+///
+/// `keys` and `values` are `[pages][kv_heads][PAGE_TOKENS][head_dim]` bf16 each. `table` is
+/// `[slots][max_pages]` u32: the pool page that holds positions
+/// `[PAGE_TOKENS·i, PAGE_TOKENS·(i+1))` of a slot's lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvPool {
+    /// Keys, after norm and rotary embedding.
+    pub keys: Buf,
+    /// Values.
+    pub values: Buf,
+    /// Page table, shared by all layers.
+    pub table: Buf,
+    /// Pages a lane may own: the row length of `table`.
+    pub max_pages: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of one head.
+    pub head_dim: usize,
+}
+
+impl KvPool {
+    /// Element offset of a head's row block for one page.
+    pub fn page_offset(&self, page: usize, kv_head: usize) -> usize {
+        (page * self.kv_heads + kv_head) * PAGE_TOKENS * self.head_dim
+    }
+}

@@ -1,0 +1,311 @@
+//! The conformance harness: one set of cases, every device.
+//!
+//! A case is a function that builds an op on a [`Builder`]. It is built again for each device from
+//! the same seed, so all see the same inputs. Outputs start poisoned (NaN, or 0xFF bytes) and
+//! every buffer lies between guard zones that must stay intact.
+
+use crate::simd::Isa;
+use crate::{Act, ActDtype, Buf, Device, Host, HostMode, Mem, Op};
+
+const GUARD: usize = 256;
+const GUARD_BYTE: u8 = 0xA5;
+
+/// How far from the definition a device may be: |got − want| ≤ rel · (|want| + scale of the output),
+/// where the scale is the output's root mean square.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance {
+    rel: f32,
+}
+
+impl Tolerance {
+    /// Bit equality with the definition.
+    pub fn exact() -> Tolerance {
+        Tolerance { rel: 0.0 }
+    }
+
+    /// Relative to the element and to the output's root mean square.
+    pub fn relative(rel: f32) -> Tolerance {
+        Tolerance { rel }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    F32,
+    Act(Act),
+    Bytes,
+}
+
+#[derive(Clone, Debug)]
+struct Output {
+    name: String,
+    buf: Buf,
+    kind: Kind,
+}
+
+/// Buffers of a case on one device.
+pub struct Builder<'d> {
+    dev: &'d mut dyn Device,
+    seed: u64,
+    guards: Vec<Buf>,
+    outputs: Vec<Output>,
+    expected: Vec<(String, Vec<f32>)>,
+}
+
+impl<'d> Builder<'d> {
+    /// A builder on `dev`.
+    pub fn new(dev: &'d mut dyn Device) -> Builder<'d> {
+        let (guards, outputs, expected) = (Vec::new(), Vec::new(), Vec::new());
+        Builder { dev, seed: 0x9E37_79B9_7F4A_7C15, guards, outputs, expected }
+    }
+
+    fn guarded(&mut self, bytes: usize) -> Buf {
+        let padded = bytes.next_multiple_of(64);
+        let all = self.dev.alloc(GUARD + padded + GUARD, "case").expect("memory for a test case");
+        let before = all.slice(0, GUARD);
+        let after = all.slice(GUARD + bytes, padded - bytes + GUARD);
+        for guard in [before, after] {
+            self.dev.write(guard, &vec![GUARD_BYTE; guard.bytes]);
+            self.guards.push(guard);
+        }
+        all.slice(GUARD, bytes)
+    }
+
+    /// The next number of a fixed sequence, uniform in 0..2^64 (SplitMix64).
+    pub fn next(&mut self) -> u64 {
+        self.seed = self.seed.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.seed;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Starts another sequence, so that an input does not depend on how much was drawn before it.
+    pub fn reseed(&mut self, seed: u64) {
+        self.seed = seed.wrapping_mul(0xD134_2543_DE82_EF95);
+    }
+
+    /// Uniform in 0..1.
+    pub fn uniform(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 24) as f32
+    }
+
+    /// An input of raw bytes.
+    pub fn bytes(&mut self, bytes: &[u8]) -> Buf {
+        let buf = self.guarded(bytes.len());
+        self.dev.write(buf, bytes);
+        buf
+    }
+
+    /// An input of given values.
+    pub fn pod<T: bytemuck::Pod>(&mut self, values: &[T]) -> Buf {
+        self.bytes(bytemuck::cast_slice(values))
+    }
+
+    /// An input of given f32 values.
+    pub fn f32(&mut self, values: &[f32]) -> Buf {
+        self.pod(values)
+    }
+
+    /// Random values of roughly normal law with this deviation, on the host.
+    pub fn normal_values(&mut self, count: usize, deviation: f32) -> Vec<f32> {
+        (0..count)
+            .map(|_| {
+                let sum: f32 = (0..4).map(|_| self.uniform() - 0.5).sum();
+                sum * deviation * 1.732
+            })
+            .collect()
+    }
+
+    /// An input of roughly normal law.
+    pub fn normal(&mut self, count: usize, deviation: f32) -> Buf {
+        let values = self.normal_values(count, deviation);
+        self.f32(&values)
+    }
+
+    /// An activation input whose quantised parts match its f32 part.
+    pub fn act(&mut self, values: &[f32], rows: usize, width: usize, dtype: ActDtype) -> Act {
+        assert_eq!(values.len(), rows * width);
+        let stride = Act::stride(width, dtype);
+        let mut mem = Mem::default();
+        let act = Act { buf: mem.alloc(rows * stride, "act").expect("memory"), width, dtype };
+        for row in 0..rows {
+            let out = act.row_mut(&mem, row);
+            out.x.copy_from_slice(&values[row * width..][..width]);
+            out.quantize();
+        }
+        let buf = self.bytes(mem.get::<u8>(act.buf));
+        Act { buf, width, dtype }
+    }
+
+    fn output(&mut self, name: &str, bytes: usize, kind: impl Fn(Buf) -> Kind) -> Buf {
+        let buf = self.guarded(bytes);
+        self.dev.write(buf, &vec![0xFF; bytes]);
+        self.outputs.push(Output { name: name.to_owned(), buf, kind: kind(buf) });
+        buf
+    }
+
+    /// An f32 output, poisoned with NaN.
+    pub fn out_f32(&mut self, name: &str, count: usize) -> Buf {
+        self.output(name, 4 * count, |_| Kind::F32)
+    }
+
+    /// An output compared byte for byte.
+    pub fn out_bytes(&mut self, name: &str, bytes: usize) -> Buf {
+        self.output(name, bytes, |_| Kind::Bytes)
+    }
+
+    /// An activation output. Its padding is not compared.
+    pub fn out_act(&mut self, name: &str, rows: usize, width: usize, dtype: ActDtype) -> Act {
+        let act = |buf| Act { buf, width, dtype };
+        let buf = self.output(name, rows * Act::stride(width, dtype), |buf| Kind::Act(act(buf)));
+        act(buf)
+    }
+
+    /// Also compares an input that the op updates in place, as f32.
+    pub fn updated_f32(&mut self, name: &str, buf: Buf) {
+        self.outputs.push(Output { name: name.to_owned(), buf, kind: Kind::F32 });
+    }
+
+    /// Also compares an input that the op updates in place, byte for byte.
+    pub fn updated_bytes(&mut self, name: &str, buf: Buf) {
+        self.outputs.push(Output { name: name.to_owned(), buf, kind: Kind::Bytes });
+    }
+
+    /// What the definition must give for an f32 or activation output: an answer worked out by hand.
+    pub fn expect(&mut self, name: &str, values: &[f32]) {
+        self.expected.push((name.to_owned(), values.to_vec()));
+    }
+}
+
+/// Outputs after a run, as f32 and as bytes.
+struct Outcome {
+    name: String,
+    values: Vec<f32>,
+    bytes: Vec<u8>,
+    kind: Kind,
+}
+
+fn run_on<O: Op>(
+    label: &str,
+    dev: &mut dyn Device,
+    build: &impl Fn(&mut Builder) -> O,
+) -> (Vec<Outcome>, Vec<(String, Vec<f32>)>) {
+    let mut builder = Builder::new(dev);
+    let op = build(&mut builder);
+    op.check().unwrap_or_else(|e| panic!("{label}: {e}"));
+    let Builder { dev, guards, outputs, expected, .. } = builder;
+    dev.run(&op);
+    dev.sync().unwrap_or_else(|e| panic!("{label}: {e}"));
+    for guard in guards {
+        let mut bytes = vec![0; guard.bytes];
+        dev.read(guard, &mut bytes);
+        assert!(bytes.iter().all(|&b| b == GUARD_BYTE), "{label}: wrote outside a buffer");
+    }
+    let outcomes = outputs.into_iter().map(|out| {
+        let mut bytes = vec![0u8; out.buf.bytes];
+        dev.read(out.buf, &mut bytes);
+        let floats = |b: &[u8]| bytemuck::allocation::pod_collect_to_vec::<u8, f32>(b);
+        let (values, bytes) = match out.kind {
+            Kind::F32 => (floats(&bytes), bytes),
+            Kind::Bytes => (Vec::new(), bytes),
+            Kind::Act(act) => {
+                let stride = act.row_bytes();
+                let used = match act.dtype {
+                    ActDtype::F32 => 4 * act.width,
+                    ActDtype::I8 => act.sums_offset() + 4 * (act.width / crate::ACT_GROUP),
+                };
+                let rows = bytes.chunks_exact(stride);
+                let values = rows.clone().flat_map(|r| floats(&r[..4 * act.width])).collect();
+                (values, rows.flat_map(|r| r[..used].to_vec()).collect())
+            }
+        };
+        Outcome { name: out.name, values, bytes, kind: out.kind }
+    });
+    (outcomes.collect(), expected)
+}
+
+fn compare(label: &str, want: &Outcome, got: &Outcome, tolerance: Tolerance) {
+    if tolerance.rel == 0.0 || matches!(want.kind, Kind::Bytes) {
+        if want.bytes != got.bytes {
+            let at = want.bytes.iter().zip(&got.bytes).position(|(a, b)| a != b);
+            let at4 = at.unwrap_or(0) / 4;
+            panic!(
+                "{label}: `{}` differs at byte {at:?}: as f32 want {:?} got {:?}",
+                want.name,
+                want.values.get(at4),
+                got.values.get(at4)
+            );
+        }
+        return;
+    }
+    assert_close(label, &want.name, &want.values, &got.values, tolerance);
+}
+
+fn assert_close(label: &str, name: &str, want: &[f32], got: &[f32], tolerance: Tolerance) {
+    assert_eq!(want.len(), got.len(), "{label}: `{name}` length");
+    let squares: f64 = want.iter().map(|&v| f64::from(v).powi(2)).sum();
+    let rms = (squares / want.len().max(1) as f64).sqrt() as f32;
+    for (i, (&w, &g)) in want.iter().zip(got).enumerate() {
+        let bound = tolerance.rel * (w.abs() + rms);
+        let close = (w - g).abs() <= bound || w.to_bits() == g.to_bits();
+        assert!(close, "{label}: `{name}`[{i}] want {w} got {g}, bound {bound}");
+    }
+}
+
+/// Builds and runs a case on the scalar reference and on the SIMD host with every instruction set
+/// and with 1 and 3 threads. The hosts must agree with the reference within `tolerance`, and with
+/// one another bit for bit.
+pub fn conformance<O: Op>(label: &str, tolerance: Tolerance, build: impl Fn(&mut Builder) -> O) {
+    let mut reference = Host::with(HostMode::Reference, Isa::Portable, 1, ActDtype::I8);
+    let (want, expected) = run_on(label, &mut reference, &build);
+    for (name, values) in &expected {
+        let out = want.iter().find(|o| &o.name == name).expect("an output of that name");
+        assert_close(
+            label,
+            name,
+            values,
+            &out.values,
+            Tolerance::relative(tolerance.rel.max(1e-6)),
+        );
+    }
+    let mut first: Option<Vec<Outcome>> = None;
+    for isa in Isa::available() {
+        for threads in [1, 3] {
+            let label = format!("{label} on {} x{threads}", isa.name());
+            let mut host = Host::with(HostMode::Simd, isa, threads, ActDtype::I8);
+            let (got, _) = run_on(&label, &mut host, &build);
+            for (w, g) in want.iter().zip(&got) {
+                compare(&label, w, g, tolerance);
+            }
+            match &first {
+                None => first = Some(got),
+                Some(first) => {
+                    for (w, g) in first.iter().zip(&got) {
+                        compare(&label, w, g, Tolerance::exact());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Runs a case of `max` rows and, for each fewer number of rows, the same case cut short; the rows
+/// they share must have the same bits. `build(b, rows)` draws what does not depend on `rows` first,
+/// and at most one row input last, so that the rows of a shorter case are the first of a longer one;
+/// further row inputs come from [`Builder::reseed`].
+pub fn row_invariance<O: Op>(label: &str, max: usize, build: impl Fn(&mut Builder, usize) -> O) {
+    for isa in Isa::available() {
+        let run = |rows: usize| {
+            let mut host = Host::with(HostMode::Simd, isa, 2, ActDtype::I8);
+            run_on(label, &mut host, &|b: &mut Builder| build(b, rows)).0
+        };
+        let all = run(max);
+        for rows in 1..max {
+            for (whole, part) in all.iter().zip(run(rows)) {
+                let head = &whole.bytes[..part.bytes.len()];
+                assert!(head == part.bytes, "{label} on {}: {rows} of {max} rows", isa.name());
+            }
+        }
+    }
+}
