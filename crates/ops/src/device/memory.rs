@@ -4,6 +4,7 @@ use crate::Buf;
 use crate::device::DeviceError;
 
 const HUGE_PAGE: usize = 2 << 20;
+const REGION_BYTES: usize = 16 << 20;
 
 /// The allocations of a host device.
 ///
@@ -14,6 +15,8 @@ const HUGE_PAGE: usize = 2 << 20;
 #[derive(Debug, Default)]
 pub struct Mem {
     regions: Vec<Region>,
+    /// The region that small buffers are cut from, and how much of it is taken.
+    open: Option<(u32, usize)>,
 }
 
 #[derive(Debug)]
@@ -28,13 +31,28 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Mem {
-    /// Adds a zeroed allocation.
+    /// A zeroed buffer, 64-byte aligned. Large ones get their own region; small ones are cut one
+    /// after another from a shared region, so that they too lie in huge pages.
     pub(crate) fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
-        let len = bytes.max(1).next_multiple_of(64);
+        let len = bytes.max(1).checked_next_multiple_of(64);
         let out_of_memory = || DeviceError::OutOfMemory { bytes, what: what.to_owned() };
-        let ptr = map_zeroed(len).ok_or_else(out_of_memory)?;
-        self.regions.push(Region { ptr, len });
-        Ok(Buf { alloc: (self.regions.len() - 1) as u32, offset: 0, bytes })
+        let len = len.ok_or_else(out_of_memory)?;
+        if len >= REGION_BYTES / 2 {
+            let alloc = self.map(len).ok_or_else(out_of_memory)?;
+            return Ok(Buf { alloc, offset: 0, bytes });
+        }
+        let (alloc, offset) = match self.open {
+            Some((alloc, used)) if used + len <= REGION_BYTES => (alloc, used),
+            _ => (self.map(REGION_BYTES).ok_or_else(out_of_memory)?, 0),
+        };
+        self.open = Some((alloc, offset + len));
+        Ok(Buf { alloc, offset, bytes })
+    }
+
+    fn map(&mut self, len: usize) -> Option<u32> {
+        let index = u32::try_from(self.regions.len()).ok()?;
+        self.regions.push(Region { ptr: map_zeroed(len)?, len });
+        Some(index)
     }
 
     /// Bytes held.
@@ -83,21 +101,20 @@ impl Drop for Mem {
     }
 }
 
-/// Small buffers share the ordinary heap; large ones get their own mapping, aligned to huge pages.
 fn layout(len: usize) -> Option<std::alloc::Layout> {
-    let align = if len >= HUGE_PAGE / 2 { HUGE_PAGE } else { 64 };
-    std::alloc::Layout::from_size_align(len.next_multiple_of(align), align).ok()
+    std::alloc::Layout::from_size_align(len.checked_next_multiple_of(HUGE_PAGE)?, HUGE_PAGE).ok()
 }
 
 fn map_zeroed(len: usize) -> Option<*mut u8> {
     let layout = layout(len)?;
     #[cfg(target_os = "linux")]
-    if layout.align() == HUGE_PAGE {
-        return map_huge(layout.size());
+    return map_huge(layout.size());
+    #[cfg(not(target_os = "linux"))]
+    {
+        // SAFETY: the layout has a non-zero size.
+        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+        (!ptr.is_null()).then_some(ptr)
     }
-    // SAFETY: the layout has a non-zero size.
-    let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
-    (!ptr.is_null()).then_some(ptr)
 }
 
 /// An anonymous mapping whose start is 2 MiB aligned, advised to use huge pages. Twice the read
@@ -131,12 +148,11 @@ fn map_huge(size: usize) -> Option<*mut u8> {
 /// `ptr` came from `map_zeroed(len)` and is not used again.
 unsafe fn unmap(ptr: *mut u8, len: usize) {
     let Some(layout) = layout(len) else { return };
-    #[cfg(target_os = "linux")]
-    if layout.align() == HUGE_PAGE {
-        // SAFETY: the whole mapping made by `map_huge`.
-        unsafe { libc::munmap(ptr.cast(), layout.size()) };
-        return;
+    // SAFETY: the whole mapping made by `map_huge`, or an allocation with this layout.
+    unsafe {
+        #[cfg(target_os = "linux")]
+        libc::munmap(ptr.cast(), layout.size());
+        #[cfg(not(target_os = "linux"))]
+        std::alloc::dealloc(ptr, layout);
     }
-    // SAFETY: allocated with this layout.
-    unsafe { std::alloc::dealloc(ptr, layout) };
 }
