@@ -82,6 +82,10 @@ impl Device for Host {
         out.copy_from_slice(self.mem.get(buf.slice(0, out.len())));
     }
 
+    fn zero(&mut self, buf: Buf) {
+        self.mem.get_mut::<u8>(buf).fill(0);
+    }
+
     fn copy(&mut self, from: Buf, to: Buf) {
         assert!(!from.overlaps(&to) && from.bytes == to.bytes, "copy of {from:?} onto {to:?}");
         self.mem.get_mut::<u8>(to).copy_from_slice(self.mem.get(from));

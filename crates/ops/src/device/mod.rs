@@ -60,6 +60,9 @@ pub trait Device {
     /// Copies the start of a buffer out, after all ops so far.
     fn read(&mut self, buf: Buf, out: &mut [u8]);
 
+    /// Fills a buffer with zero bytes, in order with the ops.
+    fn zero(&mut self, buf: Buf);
+
     /// Copies a buffer onto another of the same length, in order with the ops.
     fn copy(&mut self, from: Buf, to: Buf);
 

@@ -54,6 +54,10 @@ impl<D: Device> Device for Trace<D> {
         self.inner.read(buf, out);
     }
 
+    fn zero(&mut self, buf: Buf) {
+        self.inner.zero(buf);
+    }
+
     fn copy(&mut self, from: Buf, to: Buf) {
         self.inner.copy(from, to);
     }

@@ -1,0 +1,281 @@
+//! The target model: its weights, and the forward pass.
+
+use std::ops::Range;
+
+use ops::{
+    Act, AttnPrepare, Buf, Commit, CopyRows, Device, Embed, GatedDelta, GatedNorm, GdnGeometry,
+    GdnPrepare, HeadGate, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
+};
+
+use crate::scratch::Scratch;
+use crate::state::{Cell, State};
+
+/// A hybrid decoder with its weights on a device.
+#[derive(Debug)]
+pub struct Target {
+    /// `[vocab, hidden]`.
+    pub embed: Weight,
+    /// `[vocab, hidden]`; the embedding itself when tied.
+    pub lm_head: Weight,
+    /// `[hidden]` f32.
+    pub final_norm: Buf,
+    /// In order.
+    pub layers: Vec<Layer>,
+    /// Query heads, key/value heads, head size and rotary embedding of the attention layers.
+    pub attention: AttentionShape,
+    /// Heads of the GatedDeltaNet layers, if there are any.
+    pub gdn: Option<GdnGeometry>,
+    /// Of every norm.
+    pub eps: f32,
+    /// Ids at and above this are padding: never sampled.
+    pub vocab: usize,
+}
+
+/// What all attention layers share.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of one head.
+    pub head_dim: usize,
+    /// Whether the query projection carries an output gate.
+    pub gated: bool,
+    /// Rotary embedding.
+    pub rope: Rope,
+}
+
+/// One decoder layer.
+#[derive(Debug)]
+pub struct Layer {
+    /// `[hidden]` f32.
+    pub input_norm: Buf,
+    /// Attention or GatedDeltaNet.
+    pub mixer: Mixer,
+    /// `[hidden]` f32, before the MLP.
+    pub post_norm: Buf,
+    /// SwiGLU.
+    pub mlp: Mlp,
+}
+
+/// What mixes tokens.
+#[derive(Debug)]
+pub enum Mixer {
+    /// Full attention; the index counts attention layers.
+    Attention(usize, AttentionWeights),
+    /// GatedDeltaNet; the index counts GatedDeltaNet layers.
+    GatedDelta(usize, GdnWeights),
+}
+
+/// Weights of an attention layer.
+#[derive(Debug)]
+pub struct AttentionWeights {
+    /// `[heads · (1 or 2) · head_dim, hidden]`: per head the query, then its gate.
+    pub q: Weight,
+    /// `[kv_heads · head_dim, hidden]`.
+    pub k: Weight,
+    /// `[kv_heads · head_dim, hidden]`.
+    pub v: Weight,
+    /// `[hidden, heads · head_dim]`.
+    pub o: Weight,
+    /// `[head_dim]` f32.
+    pub q_norm: Option<Buf>,
+    /// `[head_dim]` f32.
+    pub k_norm: Option<Buf>,
+}
+
+/// Weights of a GatedDeltaNet layer.
+#[derive(Debug)]
+pub struct GdnWeights {
+    /// `[channels, hidden]`: q, k, v.
+    pub qkv: Weight,
+    /// `[values, hidden]`: the output gate.
+    pub z: Weight,
+    /// `[value_heads, hidden]`: beta.
+    pub b: Weight,
+    /// `[value_heads, hidden]`: decay.
+    pub a: Weight,
+    /// `[hidden, values]`.
+    pub out: Weight,
+    /// `[4, channels]` f32.
+    pub conv: Buf,
+    /// `[value_heads]` f32: −exp(A_log).
+    pub decay: Buf,
+    /// `[value_heads]` f32.
+    pub dt_bias: Buf,
+    /// `[value_dim]` f32.
+    pub norm: Buf,
+}
+
+/// Weights of a SwiGLU MLP.
+#[derive(Debug)]
+pub struct Mlp {
+    /// `[intermediate, hidden]`.
+    pub gate: Weight,
+    /// `[intermediate, hidden]`.
+    pub up: Weight,
+    /// `[hidden, intermediate]`.
+    pub down: Weight,
+}
+
+/// Runs the rows of a pass through the model. Token ids are in `scratch.ids`; logits of the rows in
+/// `logits` are left in `scratch.logits`, taps of all rows in `scratch.features`.
+pub fn forward(
+    dev: &mut dyn Device,
+    m: &Target,
+    state: &State,
+    s: &Scratch,
+    lanes: Lanes,
+    commit: Commit,
+    logits: Range<usize>,
+) {
+    let rows = lanes.rows;
+    dev.run(&Embed { ids: s.ids, table: m.embed, out: s.x, rows });
+    for (i, layer) in m.layers.iter().enumerate() {
+        norm(dev, s.x, layer.input_norm, s.xn, rows, m.eps);
+        match &layer.mixer {
+            Mixer::Attention(k, w) => attention(dev, m, w, *k, state, s, lanes),
+            Mixer::GatedDelta(c, w) => gated_delta_net(dev, m, w, &state.cells[*c], s, lanes, commit),
+        }
+        norm(dev, s.x, layer.post_norm, s.xn, rows, m.eps);
+        mlp(dev, &layer.mlp, s, rows);
+        if let Some(tap) = s.taps.iter().position(|&layer| layer == i) {
+            let (width, column) = (s.hidden, tap * s.hidden);
+            let finish = tap + 1 == s.taps.len();
+            dev.run(&CopyRows { from: s.x, width, to: s.features, column, finish, rows });
+        }
+    }
+    head(dev, m, s, logits);
+}
+
+/// Final norm and vocabulary projection of some rows of the residual stream.
+fn head(dev: &mut dyn Device, m: &Target, s: &Scratch, rows: Range<usize>) {
+    if rows.is_empty() {
+        return;
+    }
+    let x = s.x.rows(rows.start, rows.len(), 4 * s.hidden);
+    norm(dev, x, m.final_norm, s.xn, rows.len(), m.eps);
+    linear(dev, s.xn, rows.len(), &[(m.lm_head, s.logits)]);
+}
+
+fn attention(
+    dev: &mut dyn Device,
+    m: &Target,
+    w: &AttentionWeights,
+    index: usize,
+    state: &State,
+    s: &Scratch,
+    lanes: Lanes,
+) {
+    let (shape, rows, b) = (&m.attention, lanes.rows, &s.attention);
+    linear(dev, s.xn, rows, &[(w.q, b.q_gate), (w.k, b.k), (w.v, b.v)]);
+    let stride = shape.head_dim * if shape.gated { 2 } else { 1 };
+    dev.run(&AttnPrepare {
+        queries: Some(Queries { q: b.q_gate, stride, norm: w.q_norm, heads: shape.heads, out: b.q }),
+        k: b.k,
+        v: b.v,
+        k_norm: w.k_norm,
+        rope: shape.rope,
+        kv: state.kv[index],
+        lanes,
+        eps: m.eps,
+    });
+    dev.run(&ops::Attention {
+        q: b.q,
+        kv: state.kv[index],
+        out: b.mixed,
+        scratch: b.partials,
+        lanes,
+        heads: shape.heads,
+        scale: (shape.head_dim as f32).powf(-0.5),
+        causal: true,
+        window: None,
+    });
+    dev.run(&HeadGate {
+        x: b.mixed,
+        q_gate: shape.gated.then_some(b.q_gate),
+        out: b.gated,
+        rows,
+        heads: shape.heads,
+        dim: shape.head_dim,
+    });
+    add_linear(dev, b.gated, rows, w.o, s.x);
+}
+
+fn gated_delta_net(
+    dev: &mut dyn Device,
+    m: &Target,
+    w: &GdnWeights,
+    cell: &Cell,
+    s: &Scratch,
+    lanes: Lanes,
+    commit: Commit,
+) {
+    let (rows, b) = (lanes.rows, &s.gdn);
+    let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
+    linear(dev, s.xn, rows, &[(w.qkv, b.qkv), (w.z, b.z), (w.b, b.b), (w.a, b.a)]);
+    dev.run(&GdnPrepare {
+        qkv: b.qkv,
+        a: b.a,
+        b: b.b,
+        conv: w.conv,
+        decay: w.decay,
+        dt_bias: w.dt_bias,
+        history: cell.history,
+        q: b.q,
+        k: b.k,
+        v: b.v,
+        g: b.g,
+        beta: b.beta,
+        lanes,
+        geometry,
+        block: cell.block,
+        commit,
+    });
+    dev.run(&GatedDelta {
+        q: b.q,
+        k: b.k,
+        v: b.v,
+        g: b.g,
+        beta: b.beta,
+        state: cell.state,
+        pending: cell.pending,
+        out: b.mixed,
+        lanes,
+        geometry,
+        block: cell.block,
+        commit,
+    });
+    let dim = geometry.value_dim;
+    dev.run(&GatedNorm { x: b.mixed, gate: b.z, weight: w.norm, out: b.gated, rows, dim, eps: m.eps });
+    add_linear(dev, b.gated, rows, w.out, s.x);
+}
+
+/// SwiGLU over `scratch.xn`, added to the residual stream.
+pub(crate) fn mlp(dev: &mut dyn Device, w: &Mlp, s: &Scratch, rows: usize) {
+    let b = &s.mlp;
+    linear(dev, s.xn, rows, &[(w.gate, b.gate), (w.up, b.up)]);
+    dev.run(&SiluMul { gate: b.gate, up: b.up, out: b.act, rows });
+    add_linear(dev, b.act, rows, w.down, s.x);
+}
+
+pub(crate) fn norm(dev: &mut dyn Device, x: Buf, weight: Buf, out: Act, rows: usize, eps: f32) {
+    dev.run(&RmsNorm { x, weight, out, rows, eps });
+}
+
+/// `out = x · Wᵀ` for each pair.
+pub(crate) fn linear<const N: usize>(
+    dev: &mut dyn Device,
+    x: Act,
+    rows: usize,
+    parts: &[(Weight, Buf); N],
+) {
+    let parts = parts.map(|(weight, out)| LinearPart { weight, out, add: false });
+    dev.run(&Linear::new(x, rows, &parts));
+}
+
+/// `out += x · Wᵀ`.
+pub(crate) fn add_linear(dev: &mut dyn Device, x: Act, rows: usize, weight: Weight, out: Buf) {
+    dev.run(&Linear::new(x, rows, &[LinearPart { weight, out, add: true }]));
+}
