@@ -1,0 +1,41 @@
+//! Who proposes.
+
+use std::fmt::Debug;
+
+/// A drafter on the host: it sees the tokens so far and proposes what may follow. Its proposals are
+/// point masses, so any of them, even wrong on purpose, leaves the output's law unchanged.
+pub trait HostDrafter: Debug + Send {
+    /// For reports.
+    fn name(&self) -> &'static str;
+
+    /// Starts over with these tokens.
+    fn reset(&mut self, tokens: &[u32]);
+
+    /// Takes note of emitted tokens.
+    fn extend(&mut self, tokens: &[u32]);
+
+    /// Writes up to `out.len()` proposals for the tokens after those seen, and returns how many.
+    fn propose(&mut self, out: &mut [u32]) -> usize;
+}
+
+/// Where a round's proposals come from.
+#[derive(Debug)]
+pub enum Drafter {
+    /// Nothing is proposed: plain decoding.
+    None,
+    /// The DFlash draft on the device.
+    DFlash,
+    /// A drafter on the host.
+    Host(Box<dyn HostDrafter>),
+}
+
+impl Drafter {
+    /// For reports.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Drafter::None => "none",
+            Drafter::DFlash => "dflash",
+            Drafter::Host(drafter) => drafter.name(),
+        }
+    }
+}
