@@ -82,6 +82,10 @@ impl Device for DryRun {
         counted.cost += op.cost();
     }
 
+    fn read_bandwidth(&mut self, _: &[Buf]) -> f64 {
+        0.0
+    }
+
     fn sync(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }

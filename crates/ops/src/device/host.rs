@@ -119,6 +119,10 @@ impl Device for Host {
         }
     }
 
+    fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
+        super::bandwidth::read_bandwidth(&self.mem, &self.cpu, of)
+    }
+
     fn sync(&mut self) -> Result<(), DeviceError> {
         self.failed.take().map_or(Ok(()), Err)
     }

@@ -1,5 +1,6 @@
 //! Devices: what runs ops.
 
+mod bandwidth;
 mod dry_run;
 mod host;
 mod memory;
@@ -68,6 +69,9 @@ pub trait Device {
 
     /// Enqueues an op.
     fn run(&mut self, op: &dyn Op);
+
+    /// Bytes per second at which this device reads these buffers, measured now. 0 if unknown.
+    fn read_bandwidth(&mut self, of: &[Buf]) -> f64;
 
     /// Waits, and says whether everything since the last call succeeded.
     fn sync(&mut self) -> Result<(), DeviceError>;

@@ -71,6 +71,10 @@ impl<D: Device> Device for Trace<D> {
         count.cost += op.cost();
     }
 
+    fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
+        self.inner.read_bandwidth(of)
+    }
+
     fn sync(&mut self) -> Result<(), DeviceError> {
         self.inner.sync()
     }
