@@ -123,6 +123,31 @@ impl Act {
         }
     }
 
+    /// Columns `[start, start + len)` of a row; multiples of [`ACT_GROUP`] when quantised.
+    pub(crate) fn columns_mut<'m>(
+        &self,
+        mem: &'m Mem,
+        row: usize,
+        start: usize,
+        len: usize,
+    ) -> ActRowMut<'m> {
+        let [x, quants, scales, sums] = self.parts(row);
+        let groups = |buf: Buf| match self.dtype {
+            ActDtype::F32 => buf,
+            ActDtype::I8 => buf.slice(4 * (start / ACT_GROUP), 4 * (len / ACT_GROUP)),
+        };
+        let quants = match self.dtype {
+            ActDtype::F32 => quants,
+            ActDtype::I8 => quants.slice(start, len),
+        };
+        ActRowMut {
+            x: mem.get_mut(x.slice(4 * start, 4 * len)),
+            quants: mem.get_mut(quants),
+            scales: mem.get_mut(groups(scales)),
+            sums: mem.get_mut(groups(sums)),
+        }
+    }
+
     /// The geometry that every op with an activation output shares.
     pub(crate) fn check(&self, op: &'static str, rows: usize) -> Result<(), Unsupported> {
         let groups = self.dtype == ActDtype::F32 || self.width.is_multiple_of(ACT_GROUP);

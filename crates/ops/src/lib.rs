@@ -10,6 +10,7 @@
 
 mod act;
 mod device;
+mod geometry;
 mod op;
 mod pool;
 mod step;

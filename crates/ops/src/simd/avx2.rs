@@ -98,6 +98,16 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn exponent(self, a: V) -> V {
+        // SAFETY: see the impl.
+        unsafe {
+            a.map(|a| {
+                let e = _mm256_srli_epi32::<23>(_mm256_castps_si256(a));
+                _mm256_cvtepi32_ps(_mm256_sub_epi32(e, _mm256_set1_epi32(127)))
+            })
+        }
+    }
+    #[inline(always)]
     fn select_lt(self, a: V, b: V, t: V, f: V) -> V {
         // SAFETY: see the impl.
         unsafe {

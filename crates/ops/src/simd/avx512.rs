@@ -111,6 +111,14 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    fn exponent(self, a: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let e = _mm512_srli_epi32::<23>(_mm512_castps_si512(a));
+            _mm512_cvtepi32_ps(_mm512_sub_epi32(e, _mm512_set1_epi32(127)))
+        }
+    }
+    #[inline(always)]
     fn select_lt(self, a: __m512, b: __m512, t: __m512, f: __m512) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), f, t) }

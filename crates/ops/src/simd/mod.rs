@@ -146,6 +146,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn round(self, a: Self::F) -> Self::F;
     /// a · 2^n for integral lanes n in −126..=127 (as f32).
     fn scale_pow2(self, a: Self::F, n: Self::F) -> Self::F;
+    /// floor(log2 a) as f32, for normal lanes a > 0.
+    fn exponent(self, a: Self::F) -> Self::F;
     /// Lanes: a < b ? t : f
     fn select_lt(self, a: Self::F, b: Self::F, t: Self::F, f: Self::F) -> Self::F;
     /// Rounds to nearest even and converts to int8 (lanes must lie in −127..=127).

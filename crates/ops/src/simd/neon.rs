@@ -42,6 +42,8 @@ impl Simd for Neon {
         select_lt(a, b, t, f) = |a, b, t, f| vbslq_f32(vcltq_f32(a, b), t, f);
         scale_pow2(a, n) = |a, n| vmulq_f32(a, vreinterpretq_f32_s32(
             vshlq_n_s32::<23>(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)))));
+        exponent(a) = |a| vcvtq_f32_s32(vsubq_s32(
+            vreinterpretq_s32_u32(vshrq_n_u32::<23>(vreinterpretq_u32_f32(a))), vdupq_n_s32(127)));
     }
 
     #[inline(always)]

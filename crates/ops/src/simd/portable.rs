@@ -79,6 +79,10 @@ impl Simd for Portable {
         map2(a, n, |a, n| a * f32::from_bits(((n as i32 + 127) as u32) << 23))
     }
     #[inline(always)]
+    fn exponent(self, a: V) -> V {
+        a.map(|a| ((a.to_bits() >> 23) as i32 - 127) as f32)
+    }
+    #[inline(always)]
     fn select_lt(self, a: V, b: V, t: V, f: V) -> V {
         std::array::from_fn(|i| if a[i] < b[i] { t[i] } else { f[i] })
     }

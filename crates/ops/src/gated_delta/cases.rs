@@ -1,0 +1,384 @@
+//! Cases every device must pass.
+
+use super::{GatedDelta, TILE};
+use crate::gdn_prepare::{Commit, GdnGeometry, HeadMap};
+use crate::simd::Isa;
+use crate::testing::{Builder, Tolerance, conformance, row_invariance};
+use crate::{ActDtype, Buf, Device, Host, HostMode, LaneStep, Lanes, Op};
+
+const BLOCK: usize = 8;
+
+const fn geometry(
+    (key_heads, value_heads): (usize, usize),
+    (key_dim, value_dim): (usize, usize),
+) -> GdnGeometry {
+    GdnGeometry { key_heads, value_heads, key_dim, value_dim, head_map: HeadMap::Grouped }
+}
+
+const TINY: GdnGeometry = geometry((6, 12), (64, 64));
+
+/// A lane of a pass: (rows, slot, pending, parity).
+type Lane = (u32, u32, u32, u32);
+
+fn lanes(b: &mut Builder, list: &[Lane]) -> Lanes {
+    let mut row0 = 0;
+    let steps: Vec<LaneStep> = list
+        .iter()
+        .map(|&(rows, slot, pending, parity)| {
+            row0 += rows;
+            let row0 = row0 - rows;
+            LaneStep { row0, rows, slot, pending, parity, ..LaneStep::default() }
+        })
+        .collect();
+    let max_rows = list.iter().map(|l| l.0).max().unwrap_or(0) as usize;
+    Lanes { step: b.pod(&steps), count: list.len(), rows: row0 as usize, max_rows }
+}
+
+/// Rows of heads of length `length`.
+fn heads(b: &mut Builder, count: usize, dim: usize, length: f32) -> Vec<f32> {
+    let mut values = b.normal_values(count * dim, 1.0);
+    for head in values.chunks_exact_mut(dim) {
+        let norm = head.iter().map(|x| x * x).sum::<f32>().sqrt().max(1e-6);
+        head.iter_mut().for_each(|x| *x *= length / norm);
+    }
+    values
+}
+
+/// Log decays: mostly near 0, some strong.
+fn log_decays(b: &mut Builder, count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|_| {
+            let u = b.uniform();
+            -8.0 * u * u * u
+        })
+        .collect()
+}
+
+/// Pending rows of all slots and halves, all of them plausible.
+fn pending(b: &mut Builder, g: &GdnGeometry, slots: usize) -> Vec<f32> {
+    let mut values = Vec::new();
+    for _ in 0..2 * slots {
+        values.extend(heads(b, BLOCK * g.key_heads, g.key_dim, 1.0));
+        values.extend(b.normal_values(BLOCK * g.values(), 0.7));
+        values.extend(log_decays(b, BLOCK * g.value_heads));
+    }
+    values
+}
+
+fn build(
+    b: &mut Builder,
+    geometry: GdnGeometry,
+    list: &[Lane],
+    commit: Commit,
+    compare_state: bool,
+) -> GatedDelta {
+    let slots = 4;
+    let g = &geometry;
+    let state = b.normal(slots * GatedDelta::state_bytes(g) / 4, 0.5);
+    let pending = pending(b, g, slots);
+    let pending = b.f32(&pending);
+    if compare_state {
+        b.updated_f32("state", state);
+        b.updated_f32("pending", pending);
+    }
+    let lanes = lanes(b, list);
+    let rows = lanes.rows;
+    b.reseed(1);
+    let q = heads(b, rows * g.key_heads, g.key_dim, 0.125);
+    b.reseed(2);
+    let k = heads(b, rows * g.key_heads, g.key_dim, 1.0);
+    b.reseed(3);
+    let v = b.normal(rows * g.values(), 1.0);
+    b.reseed(4);
+    let decays = log_decays(b, rows * g.value_heads);
+    b.reseed(5);
+    let beta: Vec<f32> = (0..rows * g.value_heads).map(|_| b.uniform()).collect();
+    GatedDelta {
+        q: b.f32(&q),
+        k: b.f32(&k),
+        v,
+        g: b.f32(&decays),
+        beta: b.f32(&beta),
+        state,
+        pending,
+        out: b.out_f32("out", rows * g.values()),
+        lanes,
+        geometry,
+        block: BLOCK,
+        commit,
+    }
+}
+
+#[test]
+fn agrees_with_the_definition() {
+    let geometries = [
+        geometry((1, 1), (16, 16)),
+        GdnGeometry { head_map: HeadMap::Tiled, ..geometry((2, 6), (32, 48)) },
+        geometry((3, 3), (256, 16)),
+        geometry((1, 2), (16, 256)),
+        GdnGeometry { head_map: HeadMap::Tiled, ..geometry((2, 4), (128, 128)) },
+        TINY,
+    ];
+    let verify: [&[Lane]; 4] = [
+        &[(1, 0, 0, 0)],
+        &[(8, 2, 8, 1)],
+        &[(3, 1, 2, 0), (0, 3, 5, 1), (8, 0, 0, 1), (1, 2, 8, 0)],
+        &[(0, 0, 3, 0), (0, 1, 0, 0)],
+    ];
+    let prefill: [&[Lane]; 4] = [
+        &[(1, 0, 0, 0)],
+        &[(2, 2, 8, 1)],
+        &[(70, 1, 3, 0), (0, 3, 5, 1), (3, 0, 0, 1), (64, 2, 7, 0)],
+        &[(0, 0, 3, 0), (0, 1, 0, 0)],
+    ];
+    for geometry in geometries {
+        for (commit, sets) in [(Commit::Deferred, verify), (Commit::Immediate, prefill)] {
+            for list in sets {
+                let name = format!("gated_delta {geometry:?} {list:?} {commit:?}");
+                conformance(&name, Tolerance::relative(5e-6), |b| {
+                    build(b, geometry, list, commit, true)
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn agrees_with_the_definition_at_the_largest_shape() {
+    conformance("gated_delta 27B", Tolerance::relative(5e-6), |b| {
+        let lanes = [(2, 0, 1, 0), (5, 3, 0, 1)];
+        build(b, geometry((16, 48), (128, 128)), &lanes, Commit::Deferred, true)
+    });
+}
+
+#[test]
+fn one_row_by_hand() {
+    // Key e₀ and query e₀ + e₁, decay ½: rows 0 and 1 of the state hold 2 and 4 in every column.
+    // m = ½·2 = 1, d = ½·(7 − 1) = 3, row 0 becomes ½·2 + 3 = 4, row 1 becomes 2; out = 6.
+    for commit in [Commit::Deferred, Commit::Immediate] {
+        conformance("gated_delta by hand", Tolerance::relative(1e-6), |b| {
+            let lane = [(1, 0, 0, 0)];
+            let mut op = build(b, geometry((1, 1), (16, 16)), &lane, commit, false);
+            let unit = |n: usize| -> Vec<f32> { (0..16).map(|i| f32::from(i < n)).collect() };
+            let mut state = vec![0.0; 4 * 16 * TILE];
+            state[..TILE].fill(2.0);
+            state[TILE..2 * TILE].fill(4.0);
+            (op.k, op.q, op.v) = (b.f32(&unit(1)), b.f32(&unit(2)), b.f32(&[7.0; 16]));
+            (op.g, op.beta) = (b.f32(&[0.5f32.ln()]), b.f32(&[0.5]));
+            op.state = b.f32(&state);
+            b.updated_f32("state", op.state);
+            if commit == Commit::Immediate {
+                state[..TILE].fill(4.0);
+                state[TILE..2 * TILE].fill(2.0);
+            }
+            b.expect("state", &state);
+            b.expect("out", &[6.0; 16]);
+            op
+        });
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_its_neighbours() {
+    for commit in [Commit::Deferred, Commit::Immediate] {
+        row_invariance("gated_delta", 8, |b, rows| {
+            build(b, TINY, &[(rows as u32, 1, 3, 1)], commit, false)
+        });
+    }
+}
+
+/// One lane's stream of rows, run pass by pass.
+struct Stream {
+    host: Host,
+    op: GatedDelta,
+    inputs: Vec<(Buf, Vec<f32>)>,
+    step: LaneStep,
+    at: usize,
+}
+
+impl Stream {
+    fn new(mode: HostMode, isa: Isa, geometry: GdnGeometry, rows: usize) -> Stream {
+        let mut host = Host::with(mode, isa, 2, ActDtype::F32);
+        let mut b = Builder::new(&mut host);
+        let op = build(&mut b, geometry, &[(rows as u32, 2, 0, 0)], Commit::Immediate, false);
+        let read = |buf: Buf| {
+            let mut values = vec![0.0; buf.bytes / 4];
+            host.read(buf, bytemuck::cast_slice_mut(&mut values));
+            (buf, values)
+        };
+        let inputs = [op.q, op.k, op.v, op.g, op.beta].map(read).to_vec();
+        Stream { host, op, inputs, step: LaneStep { slot: 2, ..LaneStep::default() }, at: 0 }
+    }
+
+    /// Runs the next `rows` rows, of which `kept` stay; returns the output of the kept.
+    fn pass(&mut self, rows: usize, kept: usize, commit: Commit) -> Vec<u8> {
+        let total = self.op.lanes.rows;
+        for (buf, values) in &self.inputs {
+            let width = values.len() / total;
+            let part = &values[self.at * width..][..rows * width];
+            self.host.write(*buf, bytemuck::cast_slice(part));
+        }
+        (self.step.rows, self.step.pos) = (rows as u32, self.at as u32);
+        self.host.write(self.op.lanes.step, bytemuck::bytes_of(&self.step));
+        let lanes = Lanes { rows, max_rows: rows, ..self.op.lanes };
+        self.host.run(&GatedDelta { commit, lanes, ..self.op });
+        self.host.sync().expect("the pass");
+        self.step.parity ^= 1;
+        self.step.pending = if commit == Commit::Deferred { kept as u32 } else { 0 };
+        self.at += kept;
+        let mut out = vec![0; kept * self.op.out.bytes / total];
+        self.host.read(self.op.out, &mut out);
+        out
+    }
+
+    /// All slots' states, after taking up what is pending.
+    fn state(&mut self) -> Vec<u8> {
+        self.pass(0, 0, Commit::Deferred);
+        let mut state = vec![0; self.op.state.bytes];
+        self.host.read(self.op.state, &mut state);
+        state
+    }
+}
+
+/// The reference, and SIMD on every instruction set.
+fn arms() -> Vec<(HostMode, Isa)> {
+    let simd = Isa::available().into_iter().map(|isa| (HostMode::Simd, isa));
+    simd.chain([(HostMode::Reference, Isa::Portable)]).collect()
+}
+
+#[test]
+fn keeping_n_rows_is_a_scan_of_n_rows() {
+    let geometry = geometry((2, 4), (32, 32));
+    for (mode, isa) in arms() {
+        let stream = || Stream::new(mode, isa, geometry, 2 * BLOCK);
+        let scan = |n: usize| {
+            let mut one = stream();
+            (0..n).for_each(|_| drop(one.pass(1, 1, Commit::Deferred)));
+            one.state()
+        };
+        for n in 0..=BLOCK {
+            let label = format!("{mode:?} {} {n}", isa.name());
+            let want = scan(n);
+            let mut verify = stream();
+            verify.pass(BLOCK, n, Commit::Deferred);
+            assert!(verify.state() == want, "{label}");
+            let mut prefill = stream();
+            prefill.pass(n, n, Commit::Immediate);
+            assert!(prefill.state() == want, "{label}: prefill");
+            let mut into_prefill = stream();
+            into_prefill.pass(BLOCK, n, Commit::Deferred);
+            into_prefill.pass(3, 3, Commit::Immediate);
+            assert!(into_prefill.state() == scan(n + 3), "{label}: then a prefill");
+
+            // What must show: one row too many, one too few, the wrong half.
+            for wrong in [n.wrapping_sub(1), n + 1] {
+                if wrong <= BLOCK {
+                    let mut verify = stream();
+                    verify.pass(BLOCK, wrong, Commit::Deferred);
+                    assert!(verify.state() != want, "{label} took up {wrong} rows");
+                }
+            }
+            if n > 0 {
+                let mut verify = stream();
+                verify.pass(BLOCK, n, Commit::Deferred);
+                verify.step.parity ^= 1;
+                assert!(verify.state() != want, "{label} took up the wrong half");
+            }
+        }
+    }
+}
+
+#[test]
+fn passes_of_any_size_make_the_same_rows() {
+    const ROWS: usize = 60;
+    for (mode, isa) in arms() {
+        let mut whole = Stream::new(mode, isa, TINY, ROWS);
+        let want = whole.pass(ROWS, ROWS, Commit::Immediate);
+        let mut cut = Stream::new(mode, isa, TINY, ROWS);
+        let (mut got, mut seed) = (Vec::new(), 12_345u64);
+        while cut.at < ROWS {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695);
+            let rows = ((seed >> 40) as usize % (BLOCK + 1)).min(ROWS - cut.at);
+            let kept = (seed >> 50) as usize % (rows + 1);
+            if seed >> 63 == 0 {
+                got.extend(cut.pass(rows, kept, Commit::Deferred));
+            } else {
+                got.extend(cut.pass(rows, rows, Commit::Immediate));
+            }
+        }
+        assert!(got == want, "{mode:?} {}: rows", isa.name());
+        assert!(cut.state() == whole.state(), "{mode:?} {}: state", isa.name());
+    }
+}
+
+#[test]
+fn prefill_may_be_cut_anywhere() {
+    const ROWS: usize = 150;
+    for (mode, isa) in arms() {
+        let run = |cuts: &[usize]| {
+            let mut stream = Stream::new(mode, isa, geometry((1, 2), (32, 32)), ROWS);
+            let mut out = Vec::new();
+            for &rows in cuts {
+                out.extend(stream.pass(rows, rows, Commit::Immediate));
+            }
+            (out, stream.state())
+        };
+        let whole = run(&[150]);
+        for cuts in [&[64, 64, 22][..], &[128, 22], &[70, 80], &[1, 149]] {
+            assert!(run(cuts) == whole, "{mode:?} {} cut into {cuts:?}", isa.name());
+        }
+    }
+}
+
+#[test]
+fn other_slots_are_untouched() {
+    let mut stream = Stream::new(HostMode::Simd, Isa::detect(), TINY, 16);
+    let before = stream.state();
+    stream.pass(8, 8, Commit::Deferred);
+    let after = stream.state();
+    let slot = before.len() / 4;
+    assert!(before[..2 * slot] == after[..2 * slot] && before[3 * slot..] == after[3 * slot..]);
+    assert!(before[2 * slot..3 * slot] != after[2 * slot..3 * slot]);
+}
+
+#[test]
+fn a_step_past_its_buffers_fails() {
+    for wrong in [
+        LaneStep { slot: 4, rows: 1, ..LaneStep::default() },
+        LaneStep { pending: BLOCK as u32 + 1, rows: 1, ..LaneStep::default() },
+        LaneStep { parity: 2, rows: 1, ..LaneStep::default() },
+        LaneStep { row0: 8, rows: 1, ..LaneStep::default() },
+    ] {
+        let mut stream = Stream::new(HostMode::Simd, Isa::detect(), TINY, 8);
+        stream.host.write(stream.op.lanes.step, bytemuck::bytes_of(&wrong));
+        stream.host.run(&stream.op);
+        assert!(stream.host.sync().is_err(), "{wrong:?}");
+    }
+}
+
+#[test]
+fn refuses_what_it_cannot_compute() {
+    let mut host = Host::new(Isa::Portable, 1);
+    let mut b = Builder::new(&mut host);
+    let good = build(&mut b, TINY, &[(3, 0, 0, 0), (8, 1, 0, 0)], Commit::Deferred, false);
+    good.check().expect("the geometry of the other cases");
+    let cases: [&dyn Fn(&mut GatedDelta); 12] = [
+        &|op| op.geometry.key_dim = 60,
+        &|op| op.geometry.value_dim = 272,
+        &|op| op.geometry.key_heads = 5,
+        &|op| op.block = 7,
+        &|op| op.block = 0,
+        &|op| op.block = usize::MAX,
+        &|op| op.lanes.rows = 12,
+        &|op| op.lanes.max_rows = 9,
+        &|op| op.state = op.state.slice(0, op.state.bytes / 2),
+        &|op| op.pending = op.pending.slice(0, op.pending.bytes - 4),
+        &|op| op.beta = op.beta.slice(0, 4),
+        &|op| op.out = op.out.slice(0, op.out.bytes - 4),
+    ];
+    for (i, change) in cases.iter().enumerate() {
+        let mut op = good;
+        change(&mut op);
+        assert!(op.check().is_err(), "change {i}");
+    }
+}
