@@ -32,6 +32,7 @@ impl Tolerance {
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     F32,
+    Bf16,
     Act(Act),
     Bytes,
 }
@@ -167,6 +168,12 @@ impl<'d> Builder<'d> {
         self.outputs.push(Output { name: name.to_owned(), buf, kind: Kind::F32 });
     }
 
+    /// Also compares an input that the op updates in place, as bf16. Rounding to bf16 doubles small
+    /// differences up to one unit in the last place, so the tolerance has to allow that (2^-7).
+    pub fn updated_bf16(&mut self, name: &str, buf: Buf) {
+        self.outputs.push(Output { name: name.to_owned(), buf, kind: Kind::Bf16 });
+    }
+
     /// Also compares an input that the op updates in place, byte for byte.
     pub fn updated_bytes(&mut self, name: &str, buf: Buf) {
         self.outputs.push(Output { name: name.to_owned(), buf, kind: Kind::Bytes });
@@ -208,6 +215,12 @@ fn run_on<O: Op>(
         let floats = |b: &[u8]| bytemuck::allocation::pod_collect_to_vec::<u8, f32>(b);
         let (values, bytes) = match out.kind {
             Kind::F32 => (floats(&bytes), bytes),
+            Kind::Bf16 => {
+                let widened = bytes
+                    .chunks_exact(2)
+                    .map(|b| f32::from_bits(u32::from_le_bytes([0, 0, b[0], b[1]])));
+                (widened.collect(), bytes)
+            }
             Kind::Bytes => (Vec::new(), bytes),
             Kind::Act(act) => {
                 let stride = act.row_bytes();
@@ -244,8 +257,10 @@ fn compare(label: &str, want: &Outcome, got: &Outcome, tolerance: Tolerance) {
 
 fn assert_close(label: &str, name: &str, want: &[f32], got: &[f32], tolerance: Tolerance) {
     assert_eq!(want.len(), got.len(), "{label}: `{name}` length");
-    let squares: f64 = want.iter().map(|&v| f64::from(v).powi(2)).sum();
-    let rms = (squares / want.len().max(1) as f64).sqrt() as f32;
+    // Elements that stay poisoned don't count.
+    let finite = want.iter().filter(|v| v.is_finite());
+    let squares: f64 = finite.clone().map(|&v| f64::from(v).powi(2)).sum();
+    let rms = (squares / finite.count().max(1) as f64).sqrt() as f32;
     for (i, (&w, &g)) in want.iter().zip(got).enumerate() {
         let bound = tolerance.rel * (w.abs() + rms);
         let close = (w - g).abs() <= bound || w.to_bits() == g.to_bits();

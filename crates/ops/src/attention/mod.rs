@@ -6,9 +6,25 @@
 //!
 //! Order of computation, the same for every number of rows, lanes and threads: keys in blocks of
 //! [`crate::PAGE_TOKENS`] positions on the absolute grid, online softmax through the blocks of a
-//! split (a fixed number of blocks on the absolute grid), splits merged in ascending order.
+//! split ([`SPLIT_PAGES`] blocks on the absolute grid), splits merged in ascending order. How rows,
+//! heads and splits are shared out among threads is a matter of speed alone.
+//!
+//! Numerics: the reference works in f64. SIMD multiplies f32 queries with bf16 keys and values and
+//! adds in f32, one product after the other along `head_dim` and along the keys.
+//! Elements of pages outside a row's visible range don't enter its result, whatever they hold.
+//! Source: arXiv 2205.14135 (online softmax), 2311.01282 (split along the keys).
 
-use crate::{Buf, KvPool, Lanes};
+mod block;
+mod host;
+
+use crate::step::elements_fit;
+use crate::{Bindings, Buf, Cost, Cpu, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
+
+/// Pages of one split: the part of a row's keys that is summed on its own and then merged.
+pub const SPLIT_PAGES: usize = 4;
+
+/// Most query heads that share a key/value head.
+const MAX_GROUP: usize = 48;
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]
@@ -32,3 +48,128 @@ pub struct Attention {
     /// Keys this far back or further are not seen.
     pub window: Option<usize>,
 }
+
+impl Attention {
+    /// Scratch for passes of up to `rows` rows that shall run in parallel along their keys: the rows
+    /// of a verify block times the lanes that run together. `heads` query heads of `head_dim`
+    /// elements. More rows, or no scratch at all, also work: they run with less of this
+    /// parallelism, and give the same bits.
+    pub fn scratch_bytes(rows: usize, heads: usize, head_dim: usize) -> usize {
+        rows * heads * (host::TOTAL_BYTES + host::SPLITS_AT_ONCE * host::partial_bytes(head_dim))
+    }
+
+    /// Bytes and flops of one run whose lanes end at position `end` each, which the op itself can't
+    /// know. Keys and values count once per lane.
+    pub fn cost_at(&self, end: usize) -> Cost {
+        let seen = |rows: usize| match self.window {
+            Some(window) => end.min(window.saturating_add(rows)),
+            None => end,
+        };
+        let (rows, dim) = (self.lanes.rows, self.kv.head_dim);
+        let keys = self.lanes.count * seen(self.lanes.max_rows);
+        Cost {
+            weight_bytes: 0,
+            other_bytes: (8 * rows * self.heads * dim + 4 * keys * self.kv.kv_heads * dim) as u64,
+            flops: 4 * (rows * self.heads * dim) as u64 * seen(1) as u64,
+        }
+    }
+
+    /// The visible keys of a lane's row r, `start..end`.
+    #[inline(always)]
+    fn visible(&self, step: &LaneStep, r: usize) -> (usize, usize) {
+        let pos = step.pos as usize + r;
+        let end = if self.causal { pos + 1 } else { (step.pos + step.rows) as usize };
+        (self.window.map_or(0, |window| (pos + 1).saturating_sub(window)), end)
+    }
+
+    fn query<'m>(&self, mem: &'m Mem, row: usize, head: usize) -> &'m [f32] {
+        mem.get(self.q.rows(row * self.heads + head, 1, 4 * self.kv.head_dim))
+    }
+
+    fn output<'m>(&self, mem: &'m Mem, row: usize, head: usize) -> &'m mut [f32] {
+        mem.get_mut(self.out.rows(row * self.heads + head, 1, 4 * self.kv.head_dim))
+    }
+}
+
+impl Op for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn bind(&self, b: &mut Bindings) {
+        b.read("q", self.q);
+        b.read("keys", self.kv.keys);
+        b.read("values", self.kv.values);
+        b.read("table", self.kv.table);
+        b.read("step", self.lanes.step);
+        b.write("scratch", self.scratch);
+        b.write("out", self.out);
+    }
+
+    fn check(&self) -> Result<(), Unsupported> {
+        let (name, heads, kv_heads) = (self.name(), self.heads, self.kv.kv_heads);
+        self.lanes.check(name)?;
+        self.kv.check(name)?;
+        let group =
+            heads.checked_rem(kv_heads) == Some(0) && (1..=MAX_GROUP).contains(&(heads / kv_heads));
+        let what = || format!("{heads} query heads on {kv_heads} key/value heads");
+        Unsupported::unless(group, name, what, "1 to 48 query heads for each key/value head")?;
+        let window = self.window != Some(0);
+        Unsupported::unless(window, name, || "a window of 0".to_owned(), "a row sees itself")?;
+        let shape = [self.lanes.rows, heads, self.kv.head_dim];
+        let sizes = elements_fit(self.q, &shape, 4)
+            && elements_fit(self.out, &shape, 4)
+            && self.scratch.bytes.is_multiple_of(4);
+        Unsupported::unless(sizes, name, || format!("{self:?}"), "matching buffer sizes")
+    }
+
+    /// A lower bound: the pass's own rows see one another. See [`Attention::cost_at`].
+    fn cost(&self) -> Cost {
+        self.cost_at(self.lanes.max_rows)
+    }
+
+    fn reference(&self, mem: &Mem) {
+        let (dim, group) = (self.kv.head_dim, self.heads / self.kv.kv_heads);
+        let (keys, values) =
+            (mem.get::<half::bf16>(self.kv.keys), mem.get::<half::bf16>(self.kv.values));
+        for step in self.lanes.steps(mem) {
+            let pages = self.kv.pages(mem, step.slot);
+            for r in 0..step.rows as usize {
+                let (start, end) = self.visible(step, r);
+                for head in 0..self.heads {
+                    let q = self.query(mem, step.row0 as usize + r, head);
+                    let block = |pos: usize| {
+                        self.kv.page_offset(pages[pos / PAGE_TOKENS] as usize, head / group)
+                    };
+                    let score = |pos: usize| {
+                        let key = |i| keys[block(pos) + KvPool::key_offset(pos, i)].to_f64();
+                        let dot: f64 = (0..dim).map(|i| f64::from(q[i]) * key(i)).sum();
+                        dot * f64::from(self.scale)
+                    };
+                    let scores: Vec<f64> = (start..end).map(score).collect();
+                    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                    let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+                    let total: f64 = weights.iter().sum();
+                    let mut sums = vec![0.0; dim];
+                    for (pos, weight) in (start..end).zip(weights) {
+                        let value = &values[block(pos) + pos % PAGE_TOKENS * dim..][..dim];
+                        for (sum, v) in sums.iter_mut().zip(value) {
+                            *sum += weight * v.to_f64();
+                        }
+                    }
+                    let out = self.output(mem, step.row0 as usize + r, head);
+                    for (out, sum) in out.iter_mut().zip(sums) {
+                        *out = (sum / total) as f32;
+                    }
+                }
+            }
+        }
+    }
+
+    fn host(&self, mem: &Mem, cpu: &Cpu) {
+        host::run(self, mem, cpu);
+    }
+}
+
+#[cfg(test)]
+mod cases;

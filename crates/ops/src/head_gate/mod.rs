@@ -2,8 +2,14 @@
 //!
 //! `x` is `[rows, heads · dim]` f32. `q_gate`, if any, is the query projection
 //! `[rows, heads, 2 · dim]` f32, whose second half of each head is the gate.
+//!
+//! Numerics: the reference takes the sigmoid in f64; SIMD uses [`crate::simd::math::sigmoid`].
+//! Source: `Qwen3_5Attention` in transformers (`attn_output_gate`).
 
-use crate::{Act, Buf};
+mod host;
+
+use crate::step::elements_fit;
+use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +24,76 @@ pub struct HeadGate {
     pub rows: usize,
     /// Query heads.
     pub heads: usize,
-    /// Elements of one head.
+    /// Elements of one head. A multiple of 16.
     pub dim: usize,
 }
+
+impl HeadGate {
+    fn x_row<'m>(&self, mem: &'m Mem, row: usize) -> &'m [f32] {
+        mem.get(self.x.rows(row, 1, 4 * self.out.width))
+    }
+
+    /// Queries and gates of a row, `[heads, 2 · dim]`.
+    fn gate_row<'m>(&self, mem: &'m Mem, row: usize) -> Option<&'m [f32]> {
+        self.q_gate.map(|gate| mem.get(gate.rows(row, 1, 8 * self.out.width)))
+    }
+}
+
+impl Op for HeadGate {
+    fn name(&self) -> &'static str {
+        "head_gate"
+    }
+
+    fn bind(&self, b: &mut Bindings) {
+        b.read("x", self.x);
+        if let Some(gate) = self.q_gate {
+            b.read("q_gate", gate);
+        }
+        b.write("out", self.out.buf);
+    }
+
+    fn check(&self) -> Result<(), Unsupported> {
+        self.out.check(self.name(), self.rows)?;
+        let dims = self.dim.is_multiple_of(16) && self.dim > 0;
+        Unsupported::unless(dims, self.name(), || format!("dim {}", self.dim), "multiples of 16")?;
+        let shape = [self.rows, self.heads, self.dim];
+        let sizes = self.heads.checked_mul(self.dim) == Some(self.out.width)
+            && elements_fit(self.x, &shape, 4)
+            && self.q_gate.is_none_or(|gate| elements_fit(gate, &shape, 8));
+        Unsupported::unless(sizes, self.name(), || format!("{self:?}"), "matching buffer sizes")
+    }
+
+    fn cost(&self) -> Cost {
+        let elements = (self.rows * self.out.width) as u64;
+        let reads = if self.q_gate.is_some() { 8 } else { 4 };
+        Cost {
+            weight_bytes: 0,
+            other_bytes: reads * elements + (self.rows * self.out.row_bytes()) as u64,
+            flops: if self.q_gate.is_some() { 4 * elements } else { 0 },
+        }
+    }
+
+    fn reference(&self, mem: &Mem) {
+        for row in 0..self.rows {
+            let (x, gates) = (self.x_row(mem, row), self.gate_row(mem, row));
+            let out = self.out.row_mut(mem, row);
+            for head in 0..self.heads {
+                for i in 0..self.dim {
+                    let at = head * self.dim + i;
+                    out.x[at] = gates.map_or(x[at], |gates| {
+                        let gate = f64::from(gates[(2 * head + 1) * self.dim + i]);
+                        (f64::from(x[at]) / (1.0 + (-gate).exp())) as f32
+                    });
+                }
+            }
+            out.quantize();
+        }
+    }
+
+    fn host(&self, mem: &Mem, cpu: &Cpu) {
+        host::run(self, mem, cpu);
+    }
+}
+
+#[cfg(test)]
+mod cases;

@@ -31,6 +31,7 @@ macro_rules! lanewise {
 // features; loads and stores are bounds-checked by the slice they index first.
 impl Simd for Avx2 {
     type F = V;
+    const REGISTERS: usize = 8;
 
     lanewise! {
         add(a, b) = _mm256_add_ps;
@@ -71,6 +72,28 @@ impl Simd for Avx2 {
             [0, 8].map(|i| {
                 let half = _mm_loadu_si128(x[i..].as_ptr().cast());
                 _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(half)))
+            })
+        }
+    }
+    #[inline(always)]
+    fn load_bf16_even(self, x: &[u16]) -> V {
+        let x = &x[..2 * LANES];
+        // SAFETY: see the impl.
+        unsafe {
+            [0, LANES].map(|i| {
+                let pairs = _mm256_loadu_si256(x[i..].as_ptr().cast());
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs))
+            })
+        }
+    }
+    #[inline(always)]
+    fn load_bf16_odd(self, x: &[u16]) -> V {
+        let x = &x[..2 * LANES];
+        // SAFETY: see the impl.
+        unsafe {
+            [0, LANES].map(|i| {
+                let pairs = _mm256_loadu_si256(x[i..].as_ptr().cast());
+                _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(!0xffff)))
             })
         }
     }

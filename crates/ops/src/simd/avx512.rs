@@ -19,6 +19,7 @@ pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
 // features; loads and stores are bounds-checked by the slice they index first.
 impl Simd for Avx512 {
     type F = __m512;
+    const REGISTERS: usize = 32;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -41,6 +42,22 @@ impl Simd for Avx512 {
         unsafe {
             let half = _mm256_loadu_si256(x[..LANES].as_ptr().cast());
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)))
+        }
+    }
+    #[inline(always)]
+    fn load_bf16_even(self, x: &[u16]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let pairs = _mm512_loadu_si512(x[..2 * LANES].as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs))
+        }
+    }
+    #[inline(always)]
+    fn load_bf16_odd(self, x: &[u16]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let pairs = _mm512_loadu_si512(x[..2 * LANES].as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(!0xffff)))
         }
     }
     #[inline(always)]

@@ -115,6 +115,8 @@ pub trait Kernel {
 pub trait Simd: Copy + Send + Sync + 'static {
     /// 16 f32 lanes.
     type F: Copy;
+    /// How many `F` the register file holds: what a kernel may keep live at once.
+    const REGISTERS: usize;
 
     /// All lanes `x`.
     fn splat(self, x: f32) -> Self::F;
@@ -124,6 +126,11 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn store(self, v: Self::F, out: &mut [f32]);
     /// 16 bf16 values, widened.
     fn load_bf16(self, x: &[u16]) -> Self::F;
+    /// Values 0, 2, 4, … 30 of 32 bf16 values, widened. With [`Simd::load_bf16_odd`] half the work
+    /// of two [`Simd::load_bf16`] on 32-bit words that hold a pair.
+    fn load_bf16_even(self, x: &[u16]) -> Self::F;
+    /// Values 1, 3, 5, … 31 of 32 bf16 values, widened.
+    fn load_bf16_odd(self, x: &[u16]) -> Self::F;
     /// Rounded to bf16, to nearest even. NaN stays NaN.
     fn store_bf16(self, v: Self::F, out: &mut [u16]);
     /// a + b

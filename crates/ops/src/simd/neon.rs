@@ -28,6 +28,7 @@ macro_rules! lanewise {
 // slice they index first.
 impl Simd for Neon {
     type F = V;
+    const REGISTERS: usize = 8;
 
     lanewise! {
         add(a, b) = vaddq_f32;
@@ -72,6 +73,28 @@ impl Simd for Neon {
         unsafe {
             std::array::from_fn(|i| {
                 vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(x[4 * i..].as_ptr())))
+            })
+        }
+    }
+    #[inline(always)]
+    fn load_bf16_even(self, x: &[u16]) -> V {
+        let x = &x[..2 * LANES];
+        // SAFETY: see the impl.
+        unsafe {
+            std::array::from_fn(|i| {
+                let pairs = vreinterpretq_u32_u16(vld1q_u16(x[8 * i..].as_ptr()));
+                vreinterpretq_f32_u32(vshlq_n_u32::<16>(pairs))
+            })
+        }
+    }
+    #[inline(always)]
+    fn load_bf16_odd(self, x: &[u16]) -> V {
+        let x = &x[..2 * LANES];
+        // SAFETY: see the impl.
+        unsafe {
+            std::array::from_fn(|i| {
+                let pairs = vreinterpretq_u32_u16(vld1q_u16(x[8 * i..].as_ptr()));
+                vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(!0xffff)))
             })
         }
     }

@@ -15,6 +15,7 @@ fn map2(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
 
 impl Simd for Portable {
     type F = V;
+    const REGISTERS: usize = 8;
 
     #[inline(always)]
     fn splat(self, x: f32) -> V {
@@ -31,6 +32,14 @@ impl Simd for Portable {
     #[inline(always)]
     fn load_bf16(self, x: &[u16]) -> V {
         std::array::from_fn(|i| f32::from_bits(u32::from(x[i]) << 16))
+    }
+    #[inline(always)]
+    fn load_bf16_even(self, x: &[u16]) -> V {
+        std::array::from_fn(|i| f32::from_bits(u32::from(x[2 * i]) << 16))
+    }
+    #[inline(always)]
+    fn load_bf16_odd(self, x: &[u16]) -> V {
+        std::array::from_fn(|i| f32::from_bits(u32::from(x[2 * i + 1]) << 16))
     }
     #[inline(always)]
     fn store_bf16(self, v: V, out: &mut [u16]) {

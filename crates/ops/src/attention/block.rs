@@ -1,0 +1,336 @@
+//! One tile of queries against one block of keys: scores, online softmax, weighted sum of values.
+//!
+//! A tile holds the queries of a few rows that read the same key/value head. Each of the three
+//! steps walks the tile before the next begins, so that a block of keys, then of values, is in the
+//! first-level cache for all of them. Within a step, up to [`ROWS`] queries share each load.
+//!
+//! The order of additions of one query is fixed: over `head_dim` for a score, over the keys for
+//! an output, both one product at a time; lanes hold different keys or different elements. Only the
+//! sum of a block's 64 weights crosses lanes: 4 vectors pairwise, then [`Simd::sum`].
+//!
+//! Sums of values keep the order in which bf16 pairs widen: of each 32 elements first the even,
+//! then the odd ones ([`finish`] restores theirs).
+
+use crate::PAGE_TOKENS;
+use crate::simd::{LANES, Simd, math};
+
+/// Most queries of a tile.
+pub(super) const MAX_QUERIES: usize = super::MAX_GROUP;
+/// Queries that share the loads of an inner loop. With 4 vectors of keys each, 24 sums: what 32
+/// registers hold.
+const ROWS: usize = 6;
+const KEY_VECTORS: usize = PAGE_TOKENS / LANES;
+
+/// f32 before a partial's sums: the largest score, the sum of the weights, padding.
+pub(super) const HEADER: usize = 16;
+
+/// Scores, then weights, of each query of a tile for the keys of a block.
+pub(super) type Weights = [[f32; PAGE_TOKENS]; MAX_QUERIES];
+
+/// Keys of a block that a query sees.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) start: usize,
+    pub(super) end: usize,
+}
+
+/// Calls `$f::<S, n, …>` for a number of queries known only at run time.
+macro_rules! for_rows {
+    ($n:expr, $f:ident::<$s:ident $(, $c:tt)*>($($arg:expr),*)) => {
+        match $n {
+            1 => $f::<$s, 1 $(, $c)*>($($arg),*),
+            2 => $f::<$s, 2 $(, $c)*>($($arg),*),
+            3 => $f::<$s, 3 $(, $c)*>($($arg),*),
+            4 => $f::<$s, 4 $(, $c)*>($($arg),*),
+            5 => $f::<$s, 5 $(, $c)*>($($arg),*),
+            _ => $f::<$s, ROWS $(, $c)*>($($arg),*),
+        }
+    };
+}
+
+/// An empty partial result: nothing seen yet.
+pub(super) fn clear(partials: &mut [f32], stride: usize) {
+    partials.fill(0.0);
+    for partial in partials.chunks_exact_mut(stride) {
+        partial[0] = f32::NEG_INFINITY;
+    }
+}
+
+/// Takes a block into the partial results of `queries`. All slices have an entry per query;
+/// `partials` has `stride` f32 for each.
+#[inline(always)]
+pub(super) fn take_block<S: Simd>(
+    s: S,
+    queries: &[&[f32]],
+    seen: &[Seen],
+    keys: &[u16],
+    values: &[u16],
+    scale: f32,
+    weights: &mut [[f32; PAGE_TOKENS]],
+    partials: &mut [f32],
+    stride: usize,
+) {
+    for (queries, weights) in queries.chunks(ROWS).zip(weights.chunks_mut(ROWS)) {
+        if S::REGISTERS >= 32 {
+            for_rows!(queries.len(), score::<S, KEY_VECTORS>(s, queries, keys, 0, weights));
+        } else {
+            for v in 0..KEY_VECTORS {
+                for_rows!(queries.len(), score::<S, 1>(s, queries, keys, v, weights));
+            }
+        }
+    }
+    for (i, partial) in partials.chunks_exact_mut(stride).enumerate() {
+        soften(s, seen[i], scale, &mut weights[i], partial);
+    }
+    let tiles = partials.chunks_mut(ROWS * stride).zip(weights.chunks(ROWS)).zip(seen.chunks(ROWS));
+    for ((partials, weights), seen) in tiles {
+        add_values(s, seen, values, weights, partials, stride);
+    }
+}
+
+/// Scores of R queries for C vectors of keys from vector `first` on.
+#[inline(always)]
+fn score<S: Simd, const R: usize, const C: usize>(
+    s: S,
+    queries: &[&[f32]],
+    keys: &[u16],
+    first: usize,
+    out: &mut [[f32; PAGE_TOKENS]],
+) {
+    let mut pairs: [&[[f32; 2]]; R] = [&[]; R];
+    for r in 0..R {
+        pairs[r] = queries[r].as_chunks().0;
+    }
+    let mut sums = [[s.splat(0.0); C]; R];
+    let mut k = [s.splat(0.0); C];
+    for (i, words) in keys.chunks_exact(2 * PAGE_TOKENS).enumerate() {
+        for half in 0..2 {
+            for c in 0..C {
+                let words = &words[2 * LANES * (first + c)..];
+                k[c] = if half == 0 { s.load_bf16_even(words) } else { s.load_bf16_odd(words) };
+            }
+            for r in 0..R {
+                let q = s.splat(pairs[r][i][half]);
+                for c in 0..C {
+                    sums[r][c] = s.fma(q, k[c], sums[r][c]);
+                }
+            }
+        }
+    }
+    for r in 0..R {
+        for c in 0..C {
+            s.store(sums[r][c], &mut out[r][LANES * (first + c)..]);
+        }
+    }
+}
+
+/// Scores to weights `exp(scale · score − max)`, with the partial's maximum raised to the block's
+/// and what it holds scaled down accordingly.
+#[inline(always)]
+fn soften<S: Simd>(
+    s: S,
+    seen: Seen,
+    scale: f32,
+    weights: &mut [f32; PAGE_TOKENS],
+    partial: &mut [f32],
+) {
+    let mut v = [s.splat(0.0); KEY_VECTORS];
+    for c in 0..KEY_VECTORS {
+        v[c] = s.mul(s.load(&weights[LANES * c..]), s.splat(scale));
+    }
+    if seen != (Seen { start: 0, end: PAGE_TOKENS }) {
+        let (start, end) = (s.splat(seen.start as f32), s.splat(seen.end as f32));
+        let unseen = s.splat(f32::NEG_INFINITY);
+        for c in 0..KEY_VECTORS {
+            let index = s.add(s.load(&INDEX), s.splat((LANES * c) as f32));
+            v[c] = s.select_lt(index, end, v[c], unseen);
+            v[c] = s.select_lt(index, start, unseen, v[c]);
+        }
+    }
+    let block_max = s.reduce_max(s.max(s.max(v[0], v[1]), s.max(v[2], v[3])));
+    let old = partial[0];
+    let max = if block_max > old { block_max } else { old };
+    for c in 0..KEY_VECTORS {
+        v[c] = math::exp(s, s.sub(v[c], s.splat(max)));
+        s.store(v[c], &mut weights[LANES * c..]);
+    }
+    let sum = s.sum(s.add(s.add(v[0], v[1]), s.add(v[2], v[3])));
+    if max != old {
+        let down = math::exp(s, s.splat(old - max));
+        for x in partial[HEADER..].chunks_exact_mut(LANES) {
+            s.store(s.mul(s.load(x), down), x);
+        }
+        partial[0] = max;
+        partial[1] = s.lanes(down)[0].mul_add(partial[1], sum);
+    } else {
+        partial[1] += sum;
+    }
+}
+
+const INDEX: [f32; LANES] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+
+/// Adds the values that each query sees, weighted: those that all see together, what lies before
+/// and after one query at a time. An unseen value is never touched, not even with weight 0: it may
+/// be NaN.
+#[inline(always)]
+fn add_values<S: Simd>(
+    s: S,
+    seen: &[Seen],
+    values: &[u16],
+    weights: &[[f32; PAGE_TOKENS]],
+    partials: &mut [f32],
+    stride: usize,
+) {
+    let start = seen.iter().map(|s| s.start).max().unwrap_or(0);
+    let end = seen.iter().map(|s| s.end).min().unwrap_or(0).max(start);
+    let all = Seen { start, end };
+    for (i, own) in seen.iter().enumerate() {
+        let before = Seen { start: own.start, end: own.end.min(start) };
+        let (weights, partial) = (&weights[i..i + 1], &mut partials[i * stride..][..stride]);
+        add_range::<S, 1>(s, before, values, weights, partial, stride);
+    }
+    for_rows!(seen.len(), add_range::<S>(s, all, values, weights, partials, stride));
+    for (i, own) in seen.iter().enumerate() {
+        let after = Seen { start: own.start.max(end), end: own.end };
+        let (weights, partial) = (&weights[i..i + 1], &mut partials[i * stride..][..stride]);
+        add_range::<S, 1>(s, after, values, weights, partial, stride);
+    }
+}
+
+/// How a group of columns is widened.
+const PAIRS: u8 = 0;
+const EVEN: u8 = 1;
+const ODD: u8 = 2;
+const PLAIN: u8 = 3;
+
+/// Adds `weight · value` over a range of keys to the sums of R queries.
+#[inline(always)]
+fn add_range<S: Simd, const R: usize>(
+    s: S,
+    keys: Seen,
+    values: &[u16],
+    weights: &[[f32; PAGE_TOKENS]],
+    partials: &mut [f32],
+    stride: usize,
+) {
+    if keys.start >= keys.end {
+        return;
+    }
+    let dim = stride - HEADER;
+    let mut at = 0;
+    while S::REGISTERS >= 32 && at + 4 * LANES <= dim {
+        add_columns::<S, R, 4, PAIRS>(s, keys, values, weights, partials, stride, at);
+        at += 4 * LANES;
+    }
+    while at + 2 * LANES <= dim {
+        if S::REGISTERS >= 32 {
+            add_columns::<S, R, 2, PAIRS>(s, keys, values, weights, partials, stride, at);
+        } else {
+            add_columns::<S, R, 1, EVEN>(s, keys, values, weights, partials, stride, at);
+            add_columns::<S, R, 1, ODD>(s, keys, values, weights, partials, stride, at);
+        }
+        at += 2 * LANES;
+    }
+    if at < dim {
+        add_columns::<S, R, 1, PLAIN>(s, keys, values, weights, partials, stride, at);
+    }
+}
+
+/// C vectors of columns from element `at` on, widened as LOAD says.
+#[inline(always)]
+fn add_columns<S: Simd, const R: usize, const C: usize, const LOAD: u8>(
+    s: S,
+    keys: Seen,
+    values: &[u16],
+    weights: &[[f32; PAGE_TOKENS]],
+    partials: &mut [f32],
+    stride: usize,
+    at: usize,
+) {
+    let dim = stride - HEADER;
+    let to = HEADER + at + if LOAD == ODD { LANES } else { 0 };
+    let mut sums = [[s.splat(0.0); C]; R];
+    for r in 0..R {
+        for c in 0..C {
+            sums[r][c] = s.load(&partials[r * stride + to + c * LANES..]);
+        }
+    }
+    let mut v = [s.splat(0.0); C];
+    let rows = values[keys.start * dim..keys.end * dim].chunks_exact(dim);
+    for (key, row) in (keys.start..keys.end).zip(rows) {
+        let row = &row[at..];
+        for c in 0..C {
+            v[c] = match LOAD {
+                PAIRS if c % 2 == 0 => s.load_bf16_even(&row[c * LANES..]),
+                PAIRS => s.load_bf16_odd(&row[(c - 1) * LANES..]),
+                EVEN => s.load_bf16_even(row),
+                ODD => s.load_bf16_odd(row),
+                _ => s.load_bf16(row),
+            };
+        }
+        for r in 0..R {
+            let weight = s.splat(weights[r][key]);
+            for c in 0..C {
+                sums[r][c] = s.fma(weight, v[c], sums[r][c]);
+            }
+        }
+    }
+    for r in 0..R {
+        for c in 0..C {
+            s.store(sums[r][c], &mut partials[r * stride + to + c * LANES..]);
+        }
+    }
+}
+
+/// The largest score and the sum of weights of a row's splits so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Total {
+    pub(super) max: f32,
+    pub(super) sum: f32,
+}
+
+/// Takes a split's partial result into the row's: `out` holds the sums.
+#[inline(always)]
+pub(super) fn merge<S: Simd>(
+    s: S,
+    total: &mut Total,
+    out: &mut [f32],
+    partial: &[f32],
+    first: bool,
+) {
+    let (max, sum) = (partial[0], partial[1]);
+    let sums = &partial[HEADER..];
+    if first {
+        *total = Total { max, sum };
+        out.copy_from_slice(sums);
+        return;
+    }
+    let new = if total.max > max { total.max } else { max };
+    let mut differences = [0.0; LANES];
+    (differences[0], differences[1]) = (total.max - new, max - new);
+    let factors = s.lanes(math::exp(s, s.load(&differences)));
+    let (a, b) = (factors[0], factors[1]);
+    *total = Total { max: new, sum: b.mul_add(sum, a * total.sum) };
+    for (out, x) in out.chunks_exact_mut(LANES).zip(sums.chunks_exact(LANES)) {
+        let scaled = s.mul(s.load(out), s.splat(a));
+        s.store(s.fma(s.load(x), s.splat(b), scaled), out);
+    }
+}
+
+/// Divides by the sum of weights and restores the order of elements.
+#[inline(always)]
+pub(super) fn finish<S: Simd>(s: S, total: Total, out: &mut [f32]) {
+    let sum = s.splat(total.sum);
+    let (pairs, rest) = out.as_chunks_mut::<{ 2 * LANES }>();
+    for out in pairs {
+        let even = s.lanes(s.div(s.load(&out[..LANES]), sum));
+        let odd = s.lanes(s.div(s.load(&out[LANES..]), sum));
+        for i in 0..LANES {
+            (out[2 * i], out[2 * i + 1]) = (even[i], odd[i]);
+        }
+    }
+    for out in rest.chunks_exact_mut(LANES) {
+        s.store(s.div(s.load(out), sum), out);
+    }
+}

@@ -1,0 +1,331 @@
+//! Cases every device must pass.
+
+use super::SPLIT_PAGES;
+use crate::simd::Isa;
+use crate::testing::{Builder, Tolerance, conformance, row_invariance};
+use crate::{Attention, Buf, Device, Host, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS};
+
+#[derive(Clone, Copy, Debug)]
+struct Lane {
+    slot: u32,
+    pos: u32,
+    rows: u32,
+}
+
+fn lane(slot: u32, pos: u32, rows: u32) -> Lane {
+    Lane { slot, pos, rows }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    causal: bool,
+    window: Option<usize>,
+}
+
+const SHAPE: Shape = Shape { heads: 6, kv_heads: 2, dim: 64, causal: true, window: None };
+
+fn steps(list: &[Lane]) -> (Vec<LaneStep>, usize, usize) {
+    let mut row0 = 0;
+    let step = list.iter().map(|&Lane { slot, pos, rows }| {
+        row0 += rows;
+        LaneStep { row0: row0 - rows, rows, pos, slot, ..Default::default() }
+    });
+    let step = step.collect();
+    let max_rows = list.iter().map(|l| l.rows).max().unwrap_or(0);
+    (step, row0 as usize, max_rows as usize)
+}
+
+fn bf16(x: f32) -> u16 {
+    half::bf16::from_f32(x).to_bits()
+}
+
+/// A pool whose pages are NaN except for what the lanes may see: every slot's positions below
+/// `ends[slot]`, from the first key that any row's window reaches. Contents depend on the slot,
+/// the position and the head alone. The pages of slots are scattered over the pool.
+fn pool(b: &mut Builder, shape: Shape, seen: &[(usize, usize)]) -> KvPool {
+    let Shape { kv_heads, dim, .. } = shape;
+    let max_pages = seen.iter().map(|s| s.1.div_ceil(PAGE_TOKENS)).max().unwrap_or(0) + 1;
+    let pages = seen.len() * max_pages + 3;
+    // No factor in common with the number of pages: a permutation.
+    let step = if pages.is_multiple_of(7) { pages - 1 } else { 7 };
+    let table: Vec<u32> = (0..seen.len() * max_pages).map(|i| (step * i % pages) as u32).collect();
+    let mut pool = KvPool {
+        keys: Buf { alloc: 0, offset: 0, bytes: 0 },
+        values: Buf { alloc: 0, offset: 0, bytes: 0 },
+        table: b.pod(&table),
+        max_pages,
+        kv_heads,
+        head_dim: dim,
+    };
+    let mut keys = vec![0xFFFF_u16; pages * kv_heads * PAGE_TOKENS * dim];
+    let mut values = keys.clone();
+    for (slot, &(start, end)) in seen.iter().enumerate() {
+        for pos in start..end {
+            b.reseed((slot * 1_000_003 + pos) as u64 + 77);
+            let page = table[slot * max_pages + pos / PAGE_TOKENS] as usize;
+            for head in 0..kv_heads {
+                let block = pool.page_offset(page, head);
+                for i in 0..dim {
+                    keys[block + KvPool::key_offset(pos, i)] = bf16(3.0 * (b.uniform() - 0.5));
+                    values[block + pos % PAGE_TOKENS * dim + i] = bf16(b.uniform() - 0.4);
+                }
+            }
+        }
+    }
+    (pool.keys, pool.values) = (b.pod(&keys), b.pod(&values));
+    pool
+}
+
+/// First and end position that each slot's lanes may see.
+fn seen(shape: Shape, list: &[Lane]) -> Vec<(usize, usize)> {
+    let slots = list.iter().map(|l| l.slot + 1).max().unwrap_or(0);
+    let range = |slot| {
+        let lane = list.iter().find(|l| l.slot == slot && l.rows > 0)?;
+        let start = shape.window.map_or(0, |w| (lane.pos as usize + 1).saturating_sub(w));
+        Some((start, (lane.pos + lane.rows) as usize))
+    };
+    (0..slots).map(|slot| range(slot).unwrap_or((0, 0))).collect()
+}
+
+fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
+    let Shape { heads, kv_heads: _, dim, causal, window } = shape;
+    let kv = pool(b, shape, &seen(shape, list));
+    let (step, rows, max_rows) = steps(list);
+    let lanes = Lanes { step: b.pod(&step), count: step.len(), rows, max_rows };
+    let scratch = b.bytes(&vec![0xFF; Attention::scratch_bytes(rows, heads, dim)]);
+    let out = b.out_f32("out", rows * heads * dim);
+    b.reseed(5);
+    let q = b.normal(rows * heads * dim, 1.0);
+    let scale = (dim as f32).powf(-0.5);
+    Attention { q, kv, out, scratch, lanes, heads, scale, causal, window }
+}
+
+fn check(shape: Shape, list: &[Lane]) {
+    conformance(&format!("attention {shape:?} {list:?}"), Tolerance::relative(5e-6), |b| {
+        build(b, shape, list)
+    });
+}
+
+const SPLIT: u32 = (SPLIT_PAGES * PAGE_TOKENS) as u32;
+
+#[test]
+fn head_maps_and_dims() {
+    for (heads, kv_heads) in [(1, 1), (3, 1), (9, 3), (8, 2), (6, 1), (16, 2), (16, 1), (5, 5)] {
+        check(Shape { heads, kv_heads, dim: 16, ..SHAPE }, &[lane(0, 60, 9)]);
+    }
+    for dim in [16, 32, 48, 64, 80, 96, 112, 128, 256] {
+        check(Shape { dim, ..SHAPE }, &[lane(1, 60, 7)]);
+    }
+}
+
+#[test]
+fn rows_and_edges() {
+    let shape = Shape { dim: 16, ..SHAPE };
+    for rows in [1, 2, 3, 5, 7, 8, 13, 16, 17, 130] {
+        check(shape, &[lane(0, 0, rows)]);
+        check(shape, &[lane(0, SPLIT - 3, rows)]);
+    }
+    for pos in [62, 63, 64, 65, SPLIT - 1, SPLIT, 3 * SPLIT + 5] {
+        check(shape, &[lane(2, pos, 1)]);
+        check(shape, &[lane(2, pos, 3)]);
+    }
+}
+
+#[test]
+fn several_lanes() {
+    let shape = Shape { dim: 32, ..SHAPE };
+    check(shape, &[lane(2, 3, 8), lane(0, 300, 1), lane(1, 0, 0), lane(3, 127, 17)]);
+    check(Shape { causal: false, ..shape }, &[lane(1, 64, 8), lane(0, 5, 8)]);
+}
+
+#[test]
+fn windows_and_blocks() {
+    for causal in [true, false] {
+        for window in [1, 5, 64, 100] {
+            let shape = Shape { dim: 16, causal, window: Some(window), ..SHAPE };
+            for (pos, rows) in [(0, 8), (60, 8), (127, 1), (SPLIT - 2, 70), (2 * SPLIT + 30, 17)] {
+                check(shape, &[lane(0, pos, rows)]);
+            }
+        }
+        check(Shape { dim: 16, causal, ..SHAPE }, &[lane(0, SPLIT + 60, 8)]);
+    }
+}
+
+#[test]
+fn a_row_alone_returns_its_value() {
+    conformance("one key", Tolerance::exact(), |b| {
+        let shape = Shape { heads: 2, kv_heads: 1, dim: 32, ..SHAPE };
+        let op = build(b, shape, &[lane(0, 0, 1)]);
+        let value: Vec<f32> = (0..32).map(|i| i as f32).collect();
+        let mut values = vec![0xFFFF_u16; op.kv.values.bytes / 2];
+        // The slot's first page is page 0 of the pool.
+        values[..32].copy_from_slice(&value.iter().map(|&x| bf16(x)).collect::<Vec<_>>());
+        b.expect("out", &[value.clone(), value].concat());
+        Attention { kv: KvPool { values: b.pod(&values), ..op.kv }, ..op }
+    });
+}
+
+#[test]
+fn equal_scores_average_the_values() {
+    conformance("average", Tolerance::relative(1e-6), |b| {
+        let shape = Shape { heads: 1, kv_heads: 1, dim: 16, ..SHAPE };
+        let op = build(b, shape, &[lane(0, 2, 1)]);
+        let mut values = vec![0xFFFF_u16; op.kv.values.bytes / 2];
+        for pos in 0..3 {
+            values[16 * pos..][..16].fill(bf16([1.0, 2.0, 6.0][pos]));
+        }
+        b.expect("out", &[3.0; 16]);
+        let q = b.f32(&[0.0; 16]);
+        Attention { q, kv: KvPool { values: b.pod(&values), ..op.kv }, ..op }
+    });
+}
+
+#[test]
+fn the_largest_score_takes_all() {
+    conformance("one hot", Tolerance::relative(1e-6), |b| {
+        let shape = Shape { heads: 1, kv_heads: 1, dim: 16, ..SHAPE };
+        let op = build(b, shape, &[lane(0, 70, 1)]);
+        let (mut keys, mut values) =
+            (vec![0; op.kv.keys.bytes / 2], vec![0; op.kv.values.bytes / 2]);
+        // Position 65 lies in the slot's second page, the 8th of the pool's 6, counted round.
+        let block = op.kv.page_offset(7 % 6, 0);
+        keys[block + KvPool::key_offset(65, 3)] = bf16(1.0);
+        values[block + 16..][..16].fill(bf16(-4.0));
+        let mut q = [0.0; 16];
+        q[3] = 1000.0;
+        b.expect("out", &[-4.0; 16]);
+        let kv = KvPool { keys: b.pod(&keys), values: b.pod(&values), ..op.kv };
+        Attention { q: b.f32(&q), kv, ..op }
+    });
+}
+
+#[test]
+fn a_row_does_not_depend_on_its_neighbours() {
+    for (pos, window) in [(SPLIT - 9, None), (60, Some(20))] {
+        let shape = Shape { heads: 9, kv_heads: 3, dim: 16, window, ..SHAPE };
+        row_invariance("attention", 18, |b, rows| {
+            // The pool always holds all 18 rows' keys, so rows that a row can't see are there.
+            let mut op = build(b, shape, &[lane(0, pos, 18)]);
+            let step = LaneStep { rows: rows as u32, pos, ..Default::default() };
+            op.lanes = Lanes { step: b.pod(&[step]), count: 1, rows, max_rows: rows };
+            op.out = b.out_f32("rows", rows * 9 * 16);
+            op
+        });
+    }
+}
+
+/// Runs on a fresh SIMD host and returns the output's bits.
+fn bits(isa: Isa, threads: usize, build: impl Fn(&mut Builder) -> Attention) -> Vec<u32> {
+    let mut host = Host::new(isa, threads);
+    let op = build(&mut Builder::new(&mut host));
+    host.run(&op);
+    host.sync().unwrap();
+    host.mem().get::<u32>(op.out).to_vec()
+}
+
+/// Scratch for none, few or all splits, and 1 to 5 threads: prefill's way of sharing out the work,
+/// decode's, and decode's in several waves.
+#[test]
+fn bits_do_not_depend_on_the_sharing() {
+    for list in [vec![lane(0, 9 * SPLIT + 3, 8)], vec![lane(1, 700, 2), lane(0, 2000, 20)]] {
+        let shape = Shape { heads: 8, kv_heads: 2, dim: 48, ..SHAPE };
+        let with_scratch = |fraction: usize| {
+            let list = list.clone();
+            move |b: &mut Builder| {
+                let op = build(b, shape, &list);
+                let scratch = op.scratch.slice(0, op.scratch.bytes / 32 * fraction);
+                Attention { scratch, ..op }
+            }
+        };
+        let want = bits(Isa::Portable, 1, with_scratch(0));
+        for threads in [1, 2, 5] {
+            for fraction in [0, 3, 5, 32] {
+                assert!(bits(Isa::detect(), threads, with_scratch(fraction)) == want);
+            }
+        }
+    }
+}
+
+/// One pass over 150 rows of a lane gives the bits of 150 passes of a row.
+#[test]
+fn prefill_equals_decode() {
+    let shape = Shape { heads: 6, kv_heads: 2, dim: 32, window: Some(200), ..SHAPE };
+    let mut host = Host::new(Isa::detect(), 2);
+    let mut b = Builder::new(&mut host);
+    let prefill = build(&mut b, shape, &[lane(0, SPLIT - 20, 150)]);
+    let width = 4 * 6 * 32;
+    let decode: Vec<Attention> = (0..150)
+        .map(|r| {
+            let step = LaneStep { rows: 1, pos: SPLIT - 20 + r, ..Default::default() };
+            let lanes = Lanes { step: b.pod(&[step]), count: 1, rows: 1, max_rows: 1 };
+            let q = prefill.q.rows(r as usize, 1, width);
+            Attention { q, out: b.out_f32("row", width / 4), lanes, ..prefill }
+        })
+        .collect();
+    host.run(&prefill);
+    decode.iter().for_each(|op| host.run(op));
+    host.sync().unwrap();
+    let all = host.mem().get::<u32>(prefill.out);
+    for (row, op) in all.chunks_exact(width / 4).zip(&decode) {
+        assert!(row == host.mem().get::<u32>(op.out));
+    }
+}
+
+/// NaN in one lane's keys and values spoils that lane's rows that see it, and nothing else.
+#[test]
+fn poison_stays_where_it_is_seen() {
+    let (list, bad) = ([lane(0, 70, 4), lane(1, 100, 4)], 72);
+    let shape = Shape { heads: 4, kv_heads: 2, dim: 32, ..SHAPE };
+    let spoiled = |b: &mut Builder, spoil: bool| {
+        let mut op = build(b, shape, &list);
+        if spoil {
+            let (max_pages, block) = (op.kv.max_pages, op.kv.block());
+            // The pool again, from the same seeds, with slot 0's position 72 unseen: NaN.
+            let poisoned = pool(b, shape, &[(0, bad), (0, 104)]);
+            assert_eq!((poisoned.max_pages, poisoned.block()), (max_pages, block));
+            op.kv = poisoned;
+        }
+        op
+    };
+    for isa in Isa::available() {
+        let clean = bits(isa, 2, |b| spoiled(b, false));
+        let dirty = bits(isa, 2, |b| spoiled(b, true));
+        let rows = clean.chunks_exact(128).zip(dirty.chunks_exact(128)).enumerate();
+        for (row, (clean, dirty)) in rows {
+            // Rows 2 and 3 stand at positions 72 and 73.
+            if row == 2 || row == 3 {
+                assert!(dirty.iter().all(|&x| f32::from_bits(x).is_nan()), "row {row}");
+            } else {
+                assert_eq!(clean, dirty, "row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let mut host = Host::new(Isa::Portable, 1);
+    let mut b = Builder::new(&mut host);
+    let good = build(&mut b, SHAPE, &[lane(0, 0, 2)]);
+    assert!(good.check().is_ok());
+    for bad in [
+        Attention { heads: 5, ..good },
+        Attention { heads: 0, ..good },
+        Attention { heads: 98, ..good },
+        Attention { heads: 8, ..good },
+        Attention { heads: usize::MAX - 1, ..good },
+        Attention { window: Some(0), ..good },
+        Attention { q: good.q.slice(0, 64), ..good },
+        Attention { out: good.out.slice(0, 64), ..good },
+        Attention { scratch: good.scratch.slice(0, 63), ..good },
+        Attention { kv: KvPool { head_dim: 24, ..good.kv }, ..good },
+        Attention { kv: KvPool { kv_heads: 0, ..good.kv }, ..good },
+        Attention { lanes: Lanes { rows: 9, ..good.lanes }, ..good },
+    ] {
+        assert!(bad.check().is_err(), "{bad:?}");
+    }
+    assert!(Attention { scratch: good.scratch.slice(0, 0), ..good }.check().is_ok());
+}
