@@ -8,9 +8,15 @@ pub(crate) fn f32_bytes(dims: &[usize]) -> Option<usize> {
     dims.iter().try_fold(4usize, |bytes, &dim| bytes.checked_mul(dim))
 }
 
+/// Whether `buf` holds that many elements of `element_bytes`, without overflow on the way.
+pub(crate) fn elements_fit(buf: Buf, shape: &[usize], element_bytes: usize) -> bool {
+    let bytes = shape.iter().try_fold(element_bytes, |bytes, &n| bytes.checked_mul(n));
+    bytes.is_some_and(|bytes| bytes <= buf.bytes)
+}
+
 /// Whether the buffer has room for an f32 array of these dimensions.
 pub(crate) fn holds(buf: Buf, dims: &[usize]) -> bool {
-    f32_bytes(dims).is_some_and(|bytes| bytes <= buf.bytes)
+    elements_fit(buf, dims, 4)
 }
 
 /// Whether the buffer is exactly an f32 array of these dimensions.
@@ -26,7 +32,7 @@ pub(crate) fn records(buf: Buf, record: Option<usize>) -> Option<usize> {
 impl Lanes {
     /// The sizes that every op over lanes relies on.
     pub(crate) fn check(&self, op: &'static str) -> Result<(), Unsupported> {
-        let step = self.count.checked_mul(size_of::<LaneStep>()) == Some(self.step.bytes);
+        let step = elements_fit(self.step, &[self.count], size_of::<LaneStep>());
         let rows = self.max_rows <= self.rows;
         let what = || format!("{self:?}");
         Unsupported::unless(step && rows, op, what, "[count] of LaneStep, max_rows <= rows")
@@ -37,7 +43,7 @@ impl Lanes {
     /// # Panics
     /// If a lane's rows lie outside the pass.
     pub(crate) fn steps<'m>(&self, mem: &'m Mem) -> &'m [LaneStep] {
-        let steps = mem.get::<LaneStep>(self.step);
+        let steps = mem.get::<LaneStep>(self.step.slice(0, self.count * size_of::<LaneStep>()));
         for step in steps {
             let end = step.row0 as usize + step.rows as usize;
             let fits = end <= self.rows && step.rows as usize <= self.max_rows;

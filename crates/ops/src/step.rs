@@ -39,27 +39,6 @@ pub struct Lanes {
     pub max_rows: usize,
 }
 
-impl Lanes {
-    /// The geometry that every op on lanes shares.
-    pub(crate) fn check(&self, op: &'static str) -> Result<(), Unsupported> {
-        let fits = elements_fit(self.step, &[self.count], size_of::<LaneStep>());
-        Unsupported::unless(fits, op, || format!("{self:?}"), "a step for each lane")?;
-        let rows = self.max_rows <= self.rows;
-        Unsupported::unless(rows, op, || format!("{self:?}"), "max_rows of at most rows")
-    }
-
-    /// The steps of this pass.
-    pub(crate) fn steps<'m>(&self, mem: &'m Mem) -> &'m [LaneStep] {
-        mem.get(self.step.slice(0, self.count * size_of::<LaneStep>()))
-    }
-}
-
-/// Whether `buf` holds that many elements of `element_bytes`, without overflow on the way.
-pub(crate) fn elements_fit(buf: Buf, shape: &[usize], element_bytes: usize) -> bool {
-    let bytes = shape.iter().try_fold(element_bytes, |bytes, &n| bytes.checked_mul(n));
-    bytes.is_some_and(|bytes| bytes <= buf.bytes)
-}
-
 /// Keys and values of one layer, in pages of [`PAGE_TOKENS`] positions, bf16.
 ///
 /// `values` is `[pages][kv_heads][PAGE_TOKENS][head_dim]`. `keys` is

@@ -17,7 +17,7 @@
 mod block;
 mod host;
 
-use crate::step::elements_fit;
+use crate::geometry::elements_fit;
 use crate::{Bindings, Buf, Cost, Cpu, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
 
 /// Pages of one split: the part of a row's keys that is summed on its own and then merged.

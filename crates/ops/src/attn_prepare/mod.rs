@@ -13,7 +13,7 @@
 
 mod host;
 
-use crate::step::elements_fit;
+use crate::geometry::elements_fit;
 use crate::{Bindings, Buf, Cost, Cpu, KvPool, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
 
 /// Which elements of a head form rotary pair i of n = dims / 2.

@@ -29,7 +29,8 @@ fn build(
     let lanes = lanes(b, rows);
     let total = lanes.rows;
     b.reseed(1);
-    let x = b.normal(total * width, 1.0);
+    let x = b.normal_values(total * width, 1.0);
+    let x = b.act(&x, total, width, act.unwrap_or(ActDtype::F32));
     b.reseed(2);
     let dynamic = b.normal(total * 2 * taps * (width / group), 0.5);
     let out = match act {
@@ -70,7 +71,8 @@ fn the_first_row_of_a_lane_sees_no_other_lane() {
         // [row, side, tap]: side 0 must not be read.
         let dynamic: Vec<f32> = (0..4).flat_map(|_| [f32::NAN, f32::NAN, 0.0, 100.0]).collect();
         let want: Vec<f32> = [1.0, 112.0, 3.0, 334.0].iter().flat_map(|&v| [v; 16]).collect();
-        let (x, base, dynamic) = (b.f32(&x), b.f32(&base), b.f32(&dynamic));
+        let x = b.act(&x, 4, 16, ActDtype::F32);
+        let (base, dynamic) = (b.f32(&base), b.f32(&dynamic));
         let lanes = lanes(b, &[2, 2]);
         let act = b.out_act("out", 4, 16, ActDtype::F32);
         b.expect("out", &want);

@@ -57,7 +57,6 @@ impl Rows<'_> {
     fn convolve<S: Simd, const ADD: bool>(&self, s: S, row: usize, t: usize, out: &mut [f32]) {
         let BlockConv { width, taps, group, side, .. } = *self.op;
         let groups = width / group;
-        let x = self.mem.get::<f32>(self.op.x);
         let base = self.mem.get::<f32>(self.op.base);
         let dynamic = &self.mem.get::<f32>(self.op.dynamic)[(row * 2 + side) * taps * groups..];
         for g in 0..groups {
@@ -66,7 +65,8 @@ impl Rows<'_> {
                 for o in 0..taps.min(t + 1) {
                     let kernel =
                         s.add(s.load(&base[o * width + c..]), s.splat(dynamic[o * groups + g]));
-                    sum = s.fma(kernel, s.load(&x[(row - o) * width + c..]), sum);
+                    let x = self.op.x.row(self.mem, row - o).x;
+                    sum = s.fma(kernel, s.load(&x[c..]), sum);
                 }
                 let out = &mut out[c..];
                 let sum = if ADD { s.add(s.load(out), sum) } else { sum };

@@ -13,8 +13,8 @@ use crate::{Act, Bindings, Buf, Cost, Cpu, Lanes, Mem, Op, Unsupported};
 /// See the module.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockConv {
-    /// `[rows, width]` f32.
-    pub x: Buf,
+    /// `[rows, width]`; the f32 part is read.
+    pub x: Act,
     /// `[rows, 2, taps, width / group]` f32.
     pub dynamic: Buf,
     /// Which of the two kernels of `dynamic`.
@@ -48,7 +48,7 @@ impl Op for BlockConv {
     }
 
     fn bind(&self, b: &mut Bindings) {
-        b.read("x", self.x);
+        b.read("x", self.x.buf);
         b.read("dynamic", self.dynamic);
         b.read("base", self.base);
         b.read("step", self.lanes.step);
@@ -76,7 +76,8 @@ impl Op for BlockConv {
             BlockConvOut::Add(buf) => holds(buf, &[rows, width]),
         };
         let sizes = out
-            && holds(self.x, &[rows, width])
+            && self.x.width == width
+            && self.x.rows() >= rows
             && holds(self.dynamic, &[rows, 2, taps, width / group])
             && is(self.base, &[taps, width]);
         Unsupported::unless(sizes, op, || format!("{self:?}"), "matching buffer sizes")
@@ -97,7 +98,7 @@ impl Op for BlockConv {
 
     fn reference(&self, mem: &Mem) {
         let (width, taps, groups) = (self.width, self.taps, self.width / self.group);
-        let (x, base) = (mem.get::<f32>(self.x), mem.get::<f32>(self.base));
+        let base = mem.get::<f32>(self.base);
         let dynamic = mem.get::<f32>(self.dynamic);
         for step in self.lanes.steps(mem) {
             for t in 0..step.rows as usize {
@@ -108,7 +109,7 @@ impl Op for BlockConv {
                 };
                 let conv = |c: usize| {
                     (0..taps.min(t + 1))
-                        .fold(0.0f32, |sum, o| kernel(o, c).mul_add(x[(row - o) * width + c], sum))
+                        .fold(0.0f32, |sum, o| kernel(o, c).mul_add(self.x.row(mem, row - o).x[c], sum))
                 };
                 match self.out {
                     BlockConvOut::Act(act) => {

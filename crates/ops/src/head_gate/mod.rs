@@ -8,7 +8,7 @@
 
 mod host;
 
-use crate::step::elements_fit;
+use crate::geometry::elements_fit;
 use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
 /// See the module.
