@@ -164,7 +164,8 @@ fn read_index(index: &Path) -> Result<BTreeMap<String, String>, LoadError> {
     };
     let mut out = BTreeMap::new();
     for (name, file) in map {
-        let plain = |f: &&str| !f.is_empty() && !f.contains(['/', '\\', '\0']) && !f.starts_with('.');
+        let plain =
+            |f: &&str| !f.is_empty() && !f.contains(['/', '\\', '\0']) && !f.starts_with('.');
         let Some(file) = file.as_str().filter(plain) else {
             let expected = "the name of a file in the same folder";
             return Err(LoadError::new(index, format!("weight_map.{name}"), expected, file));

@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::ggml::GgmlType;
 use super::Bytes;
+use super::ggml::GgmlType;
 use crate::LoadError;
 
 /// What one file holds.
@@ -86,7 +86,8 @@ pub fn parse(file: &Path, bytes: &Bytes) -> Result<Gguf, LoadError> {
             return r.error("each key once", "it twice");
         }
     }
-    let metadata = Metadata { file: file.to_owned(), bytes: bytes.clone(), values: Arc::new(values) };
+    let metadata =
+        Metadata { file: file.to_owned(), bytes: bytes.clone(), values: Arc::new(values) };
     let alignment = alignment(&metadata)?;
 
     let mut table = Vec::new();
@@ -282,7 +283,9 @@ impl<'a> Reader<'a> {
                     self.string()?;
                 }
             }
-            None if ty == T_ARRAY => return self.error("an array of plain values", "nested arrays"),
+            None if ty == T_ARRAY => {
+                return self.error("an array of plain values", "nested arrays");
+            }
             None => return self.error("an element type of 0 to 12", ty),
         }
         Ok(Value::Array { ty, len: len as usize, range: start..self.at })

@@ -84,7 +84,8 @@ pub fn parse(file: &Path, bytes: &[u8]) -> Result<Vec<HeaderTensor>, LoadError> 
         }
     }
     if end != data.len() as u64 {
-        let expected = format!("{} bytes as its header says", end.saturating_add(data_start as u64));
+        let expected =
+            format!("{} bytes as its header says", end.saturating_add(data_start as u64));
         let found = format!("{} bytes (an incomplete download?)", bytes.len());
         return error("file size", expected, found);
     }
