@@ -12,9 +12,11 @@ mod act;
 mod device;
 mod op;
 mod pool;
+mod sampling;
 mod step;
 mod weight;
 
+pub mod random;
 pub mod simd;
 pub mod testing;
 
@@ -53,7 +55,11 @@ pub use device::{
 pub use op::{Access, Binding, Bindings, Buf, Cost, Mem, Op, Unsupported};
 pub use pool::Pool;
 pub use rms_norm::RmsNorm;
+pub use sampling::{
+    LogitBias, MAX_STOPS, ONE, Proposals, Rule, SamplerParams, TOKEN_IN_PROMPT, count_tokens,
+};
 pub use step::{KvPool, LaneStep, Lanes, PAGE_TOKENS};
+pub use top_k::TopK;
 pub use weight::{Format, ScaleDtype, Weight};
 
 /// What a host implementation may use: the instruction set and the thread pool.
