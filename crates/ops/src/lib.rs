@@ -48,12 +48,14 @@ pub use head_gate::HeadGate;
 pub use linear::{Linear, LinearPart};
 pub use silu_mul::SiluMul;
 
+pub use accept::{Accept, LaneResult, LogitRows};
 pub use act::{ACT_GROUP, Act, ActDtype};
 pub use device::{
     Counted, Device, DeviceError, DeviceInfo, DryRun, Host, HostMode, OpCount, Trace,
 };
 pub use op::{Access, Binding, Bindings, Buf, Cost, Mem, Op, Unsupported};
 pub use pool::Pool;
+pub use propose::{Propose, Selector};
 pub use rms_norm::RmsNorm;
 pub use sampling::{
     LogitBias, MAX_STOPS, ONE, Proposals, Rule, SamplerParams, TOKEN_IN_PROMPT, count_tokens,

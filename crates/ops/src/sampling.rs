@@ -90,8 +90,8 @@ pub struct SamplerParams {
     pub end: u32,
     /// Entries in use of `stop`.
     pub stops: u32,
-    /// Ids after which the lane stops.
-    pub stop: [u32; MAX_STOPS],
+    /// Ids after which the lane stops, [`MAX_STOPS`] at most.
+    pub stop: [u32; 8],
     /// Keeps the struct at 96 bytes.
     pub reserved: [u32; 2],
 }
@@ -301,6 +301,12 @@ impl Proposals {
     /// The counts, to be zeroed by a drafter on the host.
     pub fn counts(&self, lanes: usize, max_rows: usize) -> Buf {
         self.buf.slice(0, 4 * lanes * max_rows.saturating_sub(1))
+    }
+
+    /// Whether the buffer is large enough.
+    pub(crate) fn holds(&self, lanes: usize, max_rows: usize) -> bool {
+        let proposals = lanes.saturating_mul(max_rows.saturating_sub(1));
+        self.buf.holds(proposals, 4 * (1 + 2 * self.k))
     }
 
     /// Byte ranges of ids and weights of proposal `e` (from 1) of a lane.

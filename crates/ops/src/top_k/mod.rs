@@ -72,11 +72,10 @@ impl Op for TopK {
         unless(valid >= k, &|| format!("{valid} ids for k = {k}"), "at least k ids")?;
         unless(valid <= stride, &|| format!("{valid} ids in rows of {stride}"), "valid ≤ stride")?;
         unless(stride <= MAX_VOCAB, &|| format!("rows of {stride}"), "2^20 logits")?;
-        let elements = rows.checked_mul(stride).and_then(|n| n.checked_mul(4));
-        let fits = elements.is_some_and(|bytes| self.logits.bytes >= bytes)
-            && self.ids.bytes == 4 * rows * k
-            && self.values.bytes == 4 * rows * k
-            && self.scratch.bytes >= Self::scratch_bytes(rows, valid, k);
+        let fits = self.logits.holds(rows, 4 * stride)
+            && self.ids.holds(rows, 4 * k)
+            && self.values.holds(rows, 4 * k)
+            && self.scratch.holds(rows, Self::scratch_bytes(1, valid, k));
         unless(fits, &|| format!("{self:?}"), "matching buffer sizes")
     }
 
