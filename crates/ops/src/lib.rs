@@ -13,9 +13,11 @@ mod device;
 mod geometry;
 mod op;
 mod pool;
+mod sampling;
 mod step;
 mod weight;
 
+pub mod random;
 pub mod simd;
 pub mod testing;
 
@@ -47,14 +49,20 @@ pub use head_gate::HeadGate;
 pub use linear::{Linear, LinearPart};
 pub use silu_mul::SiluMul;
 
+pub use accept::{Accept, LaneResult, LogitRows};
 pub use act::{ACT_GROUP, Act, ActDtype};
 pub use device::{
     Counted, Device, DeviceError, DeviceInfo, DryRun, Host, HostMode, OpCount, Trace,
 };
 pub use op::{Access, Binding, Bindings, Buf, Cost, Mem, Op, Unsupported};
 pub use pool::Pool;
+pub use propose::{Propose, Selector};
 pub use rms_norm::RmsNorm;
+pub use sampling::{
+    LogitBias, MAX_STOPS, ONE, Proposals, Rule, SamplerParams, TOKEN_IN_PROMPT, count_tokens,
+};
 pub use step::{KvPool, LaneStep, Lanes, PAGE_TOKENS};
+pub use top_k::TopK;
 pub use weight::{Format, ScaleDtype, Weight};
 
 /// What a host implementation may use: the instruction set and the thread pool.

@@ -37,6 +37,11 @@ impl Buf {
         self.slice(row * row_bytes, rows * row_bytes)
     }
 
+    /// Whether `count` elements of `bytes` bytes each fit.
+    pub fn holds(&self, count: usize, bytes: usize) -> bool {
+        count.checked_mul(bytes).is_some_and(|all| all <= self.bytes)
+    }
+
     /// Whether two buffers share a byte.
     pub fn overlaps(&self, other: &Buf) -> bool {
         self.alloc == other.alloc
