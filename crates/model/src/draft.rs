@@ -97,6 +97,8 @@ pub struct Selector {
     pub projection: Weight,
     /// Rank.
     pub rank: usize,
+    /// Candidates of a row.
+    pub candidates: usize,
 }
 
 /// A draft's context and buffers. C = rows of the largest context pass, L = block rows of all lanes.
@@ -161,8 +163,7 @@ impl DraftState {
         let conv = draft.layers.iter().find_map(|l| l.convs.as_ref()).map(|c| &c[0]);
         let dynamic = conv.map_or(0, |c| c.projection.n);
         let rank = draft.selector.as_ref().map_or(0, |s| s.rank);
-        let context = max_pages * ops::PAGE_TOKENS;
-        let partials = Attention::scratch_bytes(rows, draft.heads, draft.head_dim, context);
+        let partials = Attention::scratch_bytes(rows, draft.heads, draft.head_dim);
         let kv_pools = kv_pools(dev, draft.layers.len(), table, heads, (slots, max_pages))?;
         let mut f32 = |rows: usize, width: usize, what: &str| dev.alloc(4 * rows * width, what);
         let x = f32(all, hidden, "draft residual stream")?;

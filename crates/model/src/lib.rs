@@ -1,9 +1,14 @@
 //! Models: what a checkpoint holds, and the passes that run it.
 
+mod draft;
 mod error;
 mod fields;
 mod keys;
+mod load;
 mod origin;
+mod scratch;
+mod state;
+mod target;
 
 pub mod draft_spec;
 pub mod files;
@@ -13,7 +18,17 @@ pub mod source;
 pub mod spec;
 pub mod synth;
 
+pub use draft::{
+    Draft, DraftLayer, DraftState, DynamicConv, Selector, block as draft_block,
+    context as draft_context,
+};
 pub use error::LoadError;
+pub use load::{Failure, Progress};
 pub use names::Logical;
 pub use origin::{DraftSource, TargetSource};
 pub use source::{FloatDtype, Matrix, Source};
+pub use scratch::{AttentionScratch, GdnScratch, MlpScratch, Scratch, ScratchShape};
+pub use state::{Cell, Lane, State, StateShape, page_table};
+pub use target::{
+    AttentionShape, AttentionWeights, GdnWeights, Layer, Mixer, Mlp, Target, forward,
+};

@@ -2,6 +2,8 @@
 
 use ops::{Act, ActDtype, Attention, Buf, Device, DeviceError, GdnGeometry};
 
+use crate::target::Target;
+
 /// Sizes that decide the buffers. Of a target and, where larger, of its draft.
 #[derive(Clone, Debug)]
 pub struct ScratchShape {
@@ -27,10 +29,34 @@ pub struct ScratchShape {
     pub gdn: Option<GdnGeometry>,
     /// Target layers whose output is kept for the draft.
     pub taps: Vec<usize>,
-    /// Longest context.
-    pub context: usize,
     /// Storage of activations.
     pub act: ActDtype,
+}
+
+impl ScratchShape {
+    /// For passes of up to `rows` rows of a target, of which `logit_rows` may have logits.
+    pub fn of(
+        target: &Target,
+        (rows, logit_rows): (usize, usize),
+        taps: Vec<usize>,
+        act: ActDtype,
+    ) -> ScratchShape {
+        let a = &target.attention;
+        ScratchShape {
+            rows,
+            logit_rows,
+            hidden: target.hidden(),
+            intermediate: target.intermediate,
+            vocab: target.lm_head.n,
+            heads: a.heads,
+            kv_heads: a.kv_heads,
+            head_dim: a.head_dim,
+            q_stride: a.q_stride(),
+            gdn: target.gdn,
+            taps,
+            act,
+        }
+    }
 }
 
 /// Buffers of a pass. R = rows of the pass, H = hidden size.
@@ -149,7 +175,7 @@ fn attention(c: &mut Cut, s: &ScratchShape) -> AttentionScratch {
         q: c.f32(r, q),
         mixed: c.f32(r, q),
         gated: c.act(r, q, s.act),
-        partials: c.take(Attention::scratch_bytes(r, s.heads, s.head_dim, s.context)),
+        partials: c.take(Attention::scratch_bytes(s.logit_rows, s.heads, s.head_dim)),
     }
 }
 

@@ -3,6 +3,8 @@
 use ops::gdn_prepare::CONV_TAPS;
 use ops::{Buf, Device, DeviceError, GatedDelta, GdnGeometry, KvPool, LaneStep, PAGE_TOKENS};
 
+use crate::target::Target;
+
 /// Sizes of a [`State`].
 #[derive(Clone, Copy, Debug)]
 pub struct StateShape {
@@ -22,6 +24,23 @@ pub struct StateShape {
     pub block: usize,
     /// Pages of one lane.
     pub max_pages: usize,
+}
+
+impl StateShape {
+    /// For `slots` lanes of a target.
+    pub fn of(target: &Target, slots: usize, block: usize, max_pages: usize) -> StateShape {
+        let (attention_layers, gdn_layers) = target.layer_counts();
+        StateShape {
+            attention_layers,
+            kv_heads: target.attention.kv_heads,
+            head_dim: target.attention.head_dim,
+            gdn_layers,
+            gdn: target.gdn,
+            slots,
+            block,
+            max_pages,
+        }
+    }
 }
 
 /// The recurrent state of one GatedDeltaNet layer, for all lanes.

@@ -29,6 +29,8 @@ pub struct Target {
     pub eps: f32,
     /// Ids at and above this are padding: never sampled.
     pub vocab: usize,
+    /// Width of the MLPs.
+    pub intermediate: usize,
 }
 
 /// What all attention layers share.
@@ -44,6 +46,13 @@ pub struct AttentionShape {
     pub gated: bool,
     /// Rotary embedding.
     pub rope: Rope,
+}
+
+impl AttentionShape {
+    /// Elements of a head's query projection: its query, and its gate if there is one.
+    pub fn q_stride(&self) -> usize {
+        if self.gated { 2 * self.head_dim } else { self.head_dim }
+    }
 }
 
 /// One decoder layer.
@@ -170,9 +179,9 @@ fn attention(
 ) {
     let (shape, rows, b) = (&m.attention, lanes.rows, &s.attention);
     linear(dev, s.xn, rows, &[(w.q, b.q_gate), (w.k, b.k), (w.v, b.v)]);
-    let stride = shape.head_dim * if shape.gated { 2 } else { 1 };
+    let (stride, heads) = (shape.q_stride(), shape.heads);
     dev.run(&AttnPrepare {
-        queries: Some(Queries { q: b.q_gate, stride, norm: w.q_norm, heads: shape.heads, out: b.q }),
+        queries: Some(Queries { q: b.q_gate, stride, norm: w.q_norm, heads, out: b.q }),
         k: b.k,
         v: b.v,
         k_norm: w.k_norm,
@@ -278,4 +287,33 @@ pub(crate) fn linear<const N: usize>(
 /// `out += x · Wᵀ`.
 pub(crate) fn add_linear(dev: &mut dyn Device, x: Act, rows: usize, weight: Weight, out: Buf) {
     dev.run(&Linear::new(x, rows, &[LinearPart { weight, out, add: true }]));
+}
+
+impl Target {
+    /// Width of the residual stream.
+    pub fn hidden(&self) -> usize {
+        self.embed.k
+    }
+
+    /// Every matrix that one pass reads, in the order it reads them. The embedding is gathered, not
+    /// read, so it only counts where it is also the head.
+    pub fn pass_weights(&self) -> Vec<Weight> {
+        let mut all = Vec::new();
+        for layer in &self.layers {
+            match &layer.mixer {
+                Mixer::Attention(_, w) => all.extend([w.q, w.k, w.v, w.o]),
+                Mixer::GatedDelta(_, w) => all.extend([w.qkv, w.z, w.b, w.a, w.out]),
+            }
+            all.extend([layer.mlp.gate, layer.mlp.up, layer.mlp.down]);
+        }
+        all.push(self.lm_head);
+        all
+    }
+
+    /// Attention layers, and GatedDeltaNet layers.
+    pub fn layer_counts(&self) -> (usize, usize) {
+        let attention =
+            self.layers.iter().filter(|l| matches!(l.mixer, Mixer::Attention(..))).count();
+        (attention, self.layers.len() - attention)
+    }
 }
