@@ -38,7 +38,7 @@ pub(super) struct Rig {
 impl Rig {
     /// A device of `mode` for `lanes` lanes of up to `max_rows` rows.
     pub(super) fn with(mode: HostMode, lanes: usize, max_rows: usize, valid: usize) -> Rig {
-        let mut dev = Host::with(mode, Isa::detect(), 2, ActDtype::I8);
+        let mut dev = Host::with(mode, Isa::detect(), 1, ActDtype::I8);
         let mut alloc = |bytes: usize| dev.alloc(bytes, "rig").expect("memory");
         let (rows, k, stride, slots) = (lanes * max_rows, 8, valid + 3, lanes + 1);
         let op = Accept {
