@@ -2,6 +2,8 @@
 
 use std::fmt::Debug;
 
+use crate::ngram::Ngram;
+
 /// A drafter on the host: it sees the tokens so far and proposes what may follow. Its proposals are
 /// point masses, so any of them, even wrong on purpose, leaves the output's law unchanged.
 pub trait HostDrafter: Debug + Send {
@@ -37,5 +39,24 @@ impl Drafter {
             Drafter::DFlash => "dflash",
             Drafter::Host(drafter) => drafter.name(),
         }
+    }
+}
+
+impl HostDrafter for Ngram {
+    fn name(&self) -> &'static str {
+        "ngram"
+    }
+
+    fn reset(&mut self, tokens: &[u32]) {
+        self.clear();
+        Ngram::extend(self, tokens);
+    }
+
+    fn extend(&mut self, tokens: &[u32]) {
+        Ngram::extend(self, tokens);
+    }
+
+    fn propose(&mut self, out: &mut [u32]) -> usize {
+        if Ngram::propose(self, out) { out.len() } else { 0 }
     }
 }

@@ -5,7 +5,7 @@ use ops::{Buf, Commit, Device, DeviceError, LaneStep, Lanes, PAGE_TOKENS};
 
 use crate::drafter::Drafter;
 use crate::round::{Round, RoundBuffers};
-use crate::sampler::Sampling;
+use crate::sampler::{Sampler, SamplingError};
 
 /// A request or a device that failed.
 #[derive(Debug, thiserror::Error)]
@@ -33,8 +33,14 @@ pub enum EngineError {
         vocab: usize,
     },
     /// A sampling option that makes no sense.
-    #[error("{0}")]
-    Sampling(String),
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// The model's numbers are broken.
+    #[error("the model gave no finite logit at position {pos}: its weights or its files are damaged")]
+    Degenerate {
+        /// Position of the row.
+        pos: u32,
+    },
 }
 
 /// Sizes chosen at load.
@@ -93,8 +99,7 @@ impl<D: Device> Engine<D> {
         let state = State::new(&mut dev, &StateShape::of(&target, slots, block, max_pages), table)?;
         let taps = draft.as_ref().map(|d| d.taps.clone()).unwrap_or_default();
         let rows = options.chunk.max(slots * block);
-        let context = max_pages * PAGE_TOKENS;
-        let shape = ScratchShape::of(&target, rows, slots * block, taps, context, act);
+        let shape = ScratchShape::of(&target, (rows, slots * block), taps, act);
         let scratch = Scratch::new(&mut dev, &shape)?;
         let draft = match draft {
             None => None,
@@ -191,12 +196,13 @@ impl<D: Device> Engine<D> {
         &mut self,
         slot: u32,
         prompt: &[u32],
-        sampling: &Sampling,
-    ) -> Result<(), EngineError> {
+        sampler: &Sampler,
+        stops: &[u32],
+    ) {
         if let Drafter::Host(drafter) = &mut self.drafter {
             drafter.reset(prompt);
         }
-        self.buffers.start(&mut self.dev, slot, prompt, sampling, self.target.vocab)
+        self.buffers.start(&mut self.dev, slot, prompt, sampler, stops);
     }
 
     /// One round of a lane whose last token, not yet in the cache, is `anchor`.

@@ -1,1 +1,14 @@
-//! Placeholder.
+//! The engine: rounds, drafters, sampling policy. It sees token ids, never text.
+
+mod drafter;
+mod engine;
+pub mod ngram;
+mod round;
+pub mod sampler;
+mod session;
+
+pub use drafter::{Drafter, HostDrafter};
+pub use engine::{Engine, EngineError, EngineOptions};
+pub use round::Round;
+pub use sampler::{Rule, Sampler, SamplingDefaults, SamplingError, SamplingOptions};
+pub use session::{Answer, FinishReason, Request, Session, Stats, Verdict};

@@ -10,12 +10,10 @@ use ops::{
 
 use crate::drafter::Drafter;
 use crate::engine::{Engine, EngineError};
-use crate::sampler::Sampling;
+use crate::sampler::{Bounds, MAX_LOGIT_BIASES, Sampler};
 
 /// Candidates of a draft without a selector.
 const CANDIDATES: usize = 16;
-/// Logit biases that a request may have.
-pub const MAX_BIASES: usize = 512;
 
 /// What one round emitted.
 #[derive(Clone, Copy, Debug)]
@@ -81,9 +79,7 @@ fn propose<D: Device>(e: &mut Engine<D>, lane: &Lane, anchor: u32) -> usize {
     let Some((draft, state)) = draft else { return 1 };
     dev.write(state.ids, bytemuck::bytes_of(&anchor));
     model::draft_block(dev, draft, target, state, lanes);
-    for op in [buffers.top_k(draft, state, target, lanes)] {
-        dev.run(&op);
-    }
+    dev.run(&buffers.top_k(state, target, lanes));
     dev.run(&buffers.propose(draft, state, target, scratch.ids, lanes));
     block
 }
@@ -102,7 +98,6 @@ pub struct RoundBuffers {
     accept_scratch: Buf,
     /// Where `results` is read to.
     read: Vec<u32>,
-    max_rows: usize,
     /// Reused by [`RoundBuffers::start`].
     count_row: Vec<u32>,
 }
@@ -129,11 +124,10 @@ impl RoundBuffers {
             proposals: Proposals { buf: proposals, k },
             params: dev.alloc(slots * size_of::<SamplerParams>(), "sampling parameters")?,
             counts: dev.alloc(4 * slots * vocab, "token counts")?,
-            biases: dev.alloc(slots * MAX_BIASES * size_of::<LogitBias>(), "logit biases")?,
+            biases: dev.alloc(slots * MAX_LOGIT_BIASES * size_of::<LogitBias>(), "logit biases")?,
             results: dev.alloc(results, "results")?,
             accept_scratch: dev.alloc(Accept::scratch_bytes(rows, vocab), "acceptance")?,
             read: vec![0; results / 4],
-            max_rows: block,
             count_row: vec![0; vocab],
         })
     }
@@ -144,13 +138,15 @@ impl RoundBuffers {
         dev: &mut dyn Device,
         slot: u32,
         prompt: &[u32],
-        sampling: &Sampling,
+        sampler: &Sampler,
+        stops: &[u32],
     ) {
         let slot = slot as usize;
         let params = self.params.rows(slot, 1, size_of::<SamplerParams>());
-        dev.write(params, bytemuck::bytes_of(&sampling.params));
-        let biases = self.biases.rows(slot, 1, MAX_BIASES * size_of::<LogitBias>());
-        dev.write(biases, bytemuck::cast_slice(&sampling.biases));
+        let bounds = Bounds { stops, end: u32::MAX, ..Bounds::default() };
+        dev.write(params, bytemuck::bytes_of(&sampler.params(&bounds)));
+        let biases = self.biases.rows(slot, 1, MAX_LOGIT_BIASES * size_of::<LogitBias>());
+        dev.write(biases, bytemuck::cast_slice(&sampler.logit_bias));
         self.count_row.fill(0);
         count_tokens(&mut self.count_row, prompt, &[]);
         let counts = self.counts.rows(slot, 1, 4 * self.count_row.len());
@@ -158,12 +154,11 @@ impl RoundBuffers {
         dev.zero(self.proposals.buf);
     }
 
-    fn top_k(&self, d: &Draft, s: &DraftState, target: &Target, lanes: Lanes) -> TopK {
+    fn top_k(&self, s: &DraftState, target: &Target, lanes: Lanes) -> TopK {
         let (stride, valid) = (target.lm_head.n, target.vocab);
         let first = draft_first(lanes);
         let rows = lanes.rows - first;
         let k = self.proposals.k;
-        debug_assert!(d.selector.as_ref().is_none_or(|s| s.candidates.min(valid) == k));
         TopK {
             logits: s.logits.rows(first, rows, 4 * stride),
             ids: self.candidates,
@@ -215,7 +210,7 @@ impl RoundBuffers {
             params: self.params,
             counts: self.counts,
             biases: self.biases,
-            bias_capacity: MAX_BIASES,
+            bias_capacity: MAX_LOGIT_BIASES,
             masks: None,
             results: self.results,
             scratch: self.accept_scratch,

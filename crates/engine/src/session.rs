@@ -7,7 +7,7 @@ use model::Lane;
 use ops::Device;
 
 use crate::engine::{Engine, EngineError};
-use crate::sampler::Sampling;
+use crate::sampler::Sampler;
 
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub struct Request {
     /// Tokens that end the answer.
     pub stop_tokens: Vec<u32>,
     /// How tokens are chosen.
-    pub sampling: Sampling,
+    pub sampler: Sampler,
 }
 
 /// What the caller wants after seeing some tokens: go on, or end the answer keeping only the first
@@ -137,7 +137,7 @@ impl Session {
         engine.prefill(&mut self.lane, &head[self.cached.len()..])?;
         self.cached.extend_from_slice(&head[self.cached.len()..]);
         stats.prefill = start.elapsed();
-        engine.start(self.lane.slot, &request.prompt, &request.sampling)?;
+        engine.start(self.lane.slot, &request.prompt, &request.sampler, &request.stop_tokens);
 
         let mut tokens: Vec<u32> = Vec::with_capacity(request.max_tokens.min(engine.context()));
         self.cached.reserve(request.max_tokens.min(engine.context()) + engine.block());
@@ -151,6 +151,9 @@ impl Session {
                 break FinishReason::Context;
             }
             let round = engine.round(&mut self.lane, anchor)?;
+            if round.degenerate {
+                return Err(EngineError::Degenerate { pos: self.lane.pos });
+            }
             let emitted = round.tokens();
             stats.rounds += 1;
             stats.proposed += round.proposed;
