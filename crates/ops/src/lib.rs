@@ -43,10 +43,10 @@ pub use gated_delta::GatedDelta;
 pub use gated_norm::GatedNorm;
 pub use gdn_prepare::{Commit, GdnGeometry, GdnPrepare, HeadMap};
 pub use head_gate::HeadGate;
-pub use linear::{Linear, LinearPart};
+pub use linear::{DenseDtype, GgmlType, Linear, LinearPart, PackError, Source, TILE};
 pub use silu_mul::SiluMul;
 
-pub use act::{ACT_GROUP, Act, ActDtype};
+pub use act::{ACT_GROUP, Act, ActDtype, ActGroup};
 pub use device::{
     Counted, Device, DeviceError, DeviceInfo, DryRun, Host, HostMode, OpCount, Trace,
 };
@@ -54,7 +54,7 @@ pub use op::{Access, Binding, Bindings, Buf, Cost, Mem, Op, Unsupported};
 pub use pool::Pool;
 pub use rms_norm::RmsNorm;
 pub use step::{KvPool, LaneStep, Lanes, PAGE_TOKENS};
-pub use weight::{Format, ScaleDtype, Weight};
+pub use weight::{Codes, Format, IQ4_TABLE, ScaleDtype, Weight};
 
 /// What a host implementation may use: the instruction set and the thread pool.
 #[derive(Debug)]
