@@ -294,7 +294,7 @@ impl Uploader<'_> {
         let failed = Mutex::new(None);
         let rows_of_piece = match format {
             Format::F32 | Format::F16 | Format::Bf16 => 1,
-            Format::Affine { .. } => TILE,
+            Format::Affine { .. } | Format::Symmetric { .. } => TILE,
         };
         self.dev.upload(buf, piece * (64 / rows_of_piece), &|offset, out| {
             let first = offset / piece * rows_of_piece;

@@ -4,20 +4,37 @@ use crate::simd::{LANES, Simd};
 use crate::{Buf, Mem, Unsupported};
 
 /// Elements that share one scale in quantised activations.
-pub const ACT_GROUP: usize = 32;
+pub const ACT_GROUP: usize = 64;
 
 /// How the rows that feed linear layers are stored. Chosen once, at load, for the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ActDtype {
     /// f32 only: the exact path, used by tests and by models with dense weights.
     F32,
-    /// f32, and beside it int8 with one f32 scale for each [`ACT_GROUP`] elements.
+    /// f32, and beside it int8 with one [`ActGroup`] for each [`ACT_GROUP`] elements.
     I8,
 }
 
+/// What a kernel needs to know of [`ACT_GROUP`] consecutive int8 values `q`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct ActGroup {
+    /// x = scale · q.
+    pub scale: f32,
+    /// Σ q, as integers: over the group, over its two halves, over its four quarters.
+    pub sums: [f32; 7],
+}
+
+impl ActGroup {
+    /// Where [`ActGroup::sums`] holds the sum over part `part` of `parts` (1, 2 or 4) equal parts.
+    #[inline(always)]
+    pub const fn sum_index(parts: usize, part: usize) -> usize {
+        parts - 1 + part
+    }
+}
+
 /// Rows of activations, each row stored as
-/// `f32[width]`, then for [`ActDtype::I8`] `i8[width]`, `f32 scale[width / ACT_GROUP]` and
-/// `f32 sum[width / ACT_GROUP]`, where `sum` = scale · Σ of the group's int8 values.
+/// `f32[width]`, then for [`ActDtype::I8`] `i8[width]` and `ActGroup[width / ACT_GROUP]`.
 ///
 /// Quantisation of a group: `scale = max|x| / 127` (0 for an all-zero group), `q = round half to
 /// even (x / scale)`, computed as `x · (127 / max|x|)` in f32. A row is padded to a multiple of 64 bytes.
@@ -34,11 +51,15 @@ pub struct Act {
 impl Act {
     /// Bytes from one row to the next.
     pub fn stride(width: usize, dtype: ActDtype) -> usize {
-        let bytes = match dtype {
+        Self::used(width, dtype).next_multiple_of(64)
+    }
+
+    /// Bytes of a row without its padding.
+    pub(crate) fn used(width: usize, dtype: ActDtype) -> usize {
+        match dtype {
             ActDtype::F32 => 4 * width,
-            ActDtype::I8 => 5 * width + 8 * (width / ACT_GROUP),
-        };
-        bytes.next_multiple_of(64)
+            ActDtype::I8 => 5 * width + size_of::<ActGroup>() * (width / ACT_GROUP),
+        }
     }
 
     /// Byte offset of the int8 values inside a row.
@@ -46,14 +67,9 @@ impl Act {
         4 * self.width
     }
 
-    /// Byte offset of the group scales inside a row.
-    pub fn scales_offset(&self) -> usize {
+    /// Byte offset of the groups inside a row.
+    pub fn groups_offset(&self) -> usize {
         5 * self.width
-    }
-
-    /// Byte offset of the group sums inside a row.
-    pub fn sums_offset(&self) -> usize {
-        5 * self.width + 4 * (self.width / ACT_GROUP)
     }
 
     /// Bytes from one row of this buffer to the next.
@@ -63,64 +79,45 @@ impl Act {
 
     /// Rows that fit the buffer.
     pub fn rows(&self) -> usize {
-        self.buf.bytes / self.row_bytes()
+        self.buf.bytes / self.row_bytes().max(1)
     }
 }
 
-/// One row of an [`Act`], split into its parts. The last three are empty for [`ActDtype::F32`].
+/// One row of an [`Act`], split into its parts. The last two are empty for [`ActDtype::F32`].
+#[derive(Clone, Copy)]
 pub(crate) struct ActRow<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) quants: &'a [i8],
-    pub(crate) scales: &'a [f32],
-    pub(crate) sums: &'a [f32],
+    pub(crate) groups: &'a [ActGroup],
 }
 
 /// One row of an [`Act`], to be written.
 pub(crate) struct ActRowMut<'a> {
     pub(crate) x: &'a mut [f32],
     pub(crate) quants: &'a mut [i8],
-    pub(crate) scales: &'a mut [f32],
-    pub(crate) sums: &'a mut [f32],
+    pub(crate) groups: &'a mut [ActGroup],
 }
 
 impl Act {
-    fn parts(&self, row: usize) -> [Buf; 4] {
+    fn parts(&self, row: usize) -> [Buf; 3] {
         let row = self.buf.rows(row, 1, self.row_bytes());
-        let (w, groups) = match self.dtype {
-            ActDtype::F32 => (0, 0),
-            ActDtype::I8 => (self.width, self.width / ACT_GROUP),
-        };
         let x = row.slice(0, 4 * self.width);
-        if w == 0 {
+        if self.dtype == ActDtype::F32 {
             let none = row.slice(0, 0);
-            return [x, none, none, none];
+            return [x, none, none];
         }
-        [
-            x,
-            row.slice(self.quants_offset(), w),
-            row.slice(self.scales_offset(), 4 * groups),
-            row.slice(self.sums_offset(), 4 * groups),
-        ]
+        let groups = size_of::<ActGroup>() * (self.width / ACT_GROUP);
+        [x, row.slice(self.quants_offset(), self.width), row.slice(self.groups_offset(), groups)]
     }
 
     pub(crate) fn row<'m>(&self, mem: &'m Mem, row: usize) -> ActRow<'m> {
-        let [x, quants, scales, sums] = self.parts(row);
-        ActRow {
-            x: mem.get(x),
-            quants: mem.get(quants),
-            scales: mem.get(scales),
-            sums: mem.get(sums),
-        }
+        let [x, quants, groups] = self.parts(row);
+        ActRow { x: mem.get(x), quants: mem.get(quants), groups: mem.get(groups) }
     }
 
     pub(crate) fn row_mut<'m>(&self, mem: &'m Mem, row: usize) -> ActRowMut<'m> {
-        let [x, quants, scales, sums] = self.parts(row);
-        ActRowMut {
-            x: mem.get_mut(x),
-            quants: mem.get_mut(quants),
-            scales: mem.get_mut(scales),
-            sums: mem.get_mut(sums),
-        }
+        let [x, quants, groups] = self.parts(row);
+        ActRowMut { x: mem.get_mut(x), quants: mem.get_mut(quants), groups: mem.get_mut(groups) }
     }
 
     /// Columns `[start, start + len)` of a row; multiples of [`ACT_GROUP`] when quantised.
@@ -131,27 +128,26 @@ impl Act {
         start: usize,
         len: usize,
     ) -> ActRowMut<'m> {
-        let [x, quants, scales, sums] = self.parts(row);
-        let groups = |buf: Buf| match self.dtype {
-            ActDtype::F32 => buf,
-            ActDtype::I8 => buf.slice(4 * (start / ACT_GROUP), 4 * (len / ACT_GROUP)),
-        };
-        let quants = match self.dtype {
-            ActDtype::F32 => quants,
-            ActDtype::I8 => quants.slice(start, len),
+        let [x, quants, groups] = self.parts(row);
+        let record = size_of::<ActGroup>();
+        let (quants, groups) = match self.dtype {
+            ActDtype::F32 => (quants, groups),
+            ActDtype::I8 => (
+                quants.slice(start, len),
+                groups.slice(record * (start / ACT_GROUP), record * (len / ACT_GROUP)),
+            ),
         };
         ActRowMut {
             x: mem.get_mut(x.slice(4 * start, 4 * len)),
             quants: mem.get_mut(quants),
-            scales: mem.get_mut(groups(scales)),
-            sums: mem.get_mut(groups(sums)),
+            groups: mem.get_mut(groups),
         }
     }
 
     /// The geometry that every op with an activation output shares.
     pub(crate) fn check(&self, op: &'static str, rows: usize) -> Result<(), Unsupported> {
         let groups = self.dtype == ActDtype::F32 || self.width.is_multiple_of(ACT_GROUP);
-        Unsupported::unless(groups, op, || format!("width {}", self.width), "multiples of 32")?;
+        Unsupported::unless(groups, op, || format!("width {}", self.width), "multiples of 64")?;
         let fits = rows <= self.rows();
         Unsupported::unless(fits, op, || format!("{rows} rows"), "the activation buffer's rows")
     }
@@ -160,36 +156,45 @@ impl Act {
 impl ActRowMut<'_> {
     /// Fills the quantised parts from the f32 part. The definition.
     pub(crate) fn quantize(self) {
-        for (g, x) in self.x.chunks_exact(ACT_GROUP).enumerate().take(self.scales.len()) {
+        let inputs = self.x.chunks_exact(ACT_GROUP).zip(self.quants.chunks_exact_mut(ACT_GROUP));
+        for ((x, q), group) in inputs.zip(self.groups) {
             let max = x.iter().fold(0.0f32, |m, v| if v.abs() > m { v.abs() } else { m });
             let inverse = if max > 0.0 { 127.0 / max } else { 0.0 };
-            let mut sum = 0;
-            for (q, v) in self.quants[g * ACT_GROUP..].iter_mut().zip(x) {
+            for (q, v) in q.iter_mut().zip(x) {
                 *q = (v * inverse).round_ties_even() as i8;
-                sum += i32::from(*q);
             }
-            self.scales[g] = max / 127.0;
-            self.sums[g] = self.scales[g] * sum as f32;
+            group.scale = max / 127.0;
+            for parts in [1, 2, 4] {
+                for (part, q) in q.chunks_exact(ACT_GROUP / parts).enumerate() {
+                    let sum: i32 = q.iter().map(|&q| i32::from(q)).sum();
+                    group.sums[ActGroup::sum_index(parts, part)] = sum as f32;
+                }
+            }
         }
     }
 
     /// [`ActRowMut::quantize`], vectorised.
     #[inline(always)]
     pub(crate) fn quantize_simd<S: Simd>(self, s: S) {
-        const { assert!(ACT_GROUP == 2 * LANES) };
-        for g in 0..self.scales.len() {
-            let x = &self.x[g * ACT_GROUP..][..ACT_GROUP];
-            let q = &mut self.quants[g * ACT_GROUP..][..ACT_GROUP];
-            let (a, b) = (s.load(x), s.load(&x[LANES..]));
+        const { assert!(ACT_GROUP == 4 * LANES) };
+        let inputs = self.x.chunks_exact(ACT_GROUP).zip(self.quants.chunks_exact_mut(ACT_GROUP));
+        for ((x, q), group) in inputs.zip(self.groups) {
             let zero = s.splat(0.0);
-            let abs = |v| s.max(v, s.sub(zero, v));
-            let max = s.reduce_max(s.max(abs(a), abs(b)));
+            let v: [S::F; 4] = std::array::from_fn(|i| s.load(&x[i * LANES..]));
+            let a = v.map(|v| s.max(v, s.sub(zero, v)));
+            let max = s.reduce_max(s.max(s.max(a[0], a[1]), s.max(a[2], a[3])));
             let inverse = s.splat(if max > 0.0 { 127.0 / max } else { 0.0 });
-            s.store_i8(s.mul(a, inverse), q);
-            s.store_i8(s.mul(b, inverse), &mut q[LANES..]);
-            let sum: i32 = q.iter().map(|&q| i32::from(q)).sum();
-            self.scales[g] = max / 127.0;
-            self.sums[g] = self.scales[g] * sum as f32;
+            let mut quarters = [0.0; 4];
+            for i in 0..4 {
+                let q = &mut q[i * LANES..][..LANES];
+                s.store_i8(s.mul(v[i], inverse), q);
+                let sum: i32 = q.iter().map(|&q| i32::from(q)).sum();
+                quarters[i] = sum as f32;
+            }
+            // Sums of small integers are exact in f32, in whatever order.
+            let [a, b, c, d] = quarters;
+            let (ab, cd) = (a + b, c + d);
+            *group = ActGroup { scale: max / 127.0, sums: [ab + cd, ab, cd, a, b, c, d] };
         }
     }
 }

@@ -50,7 +50,7 @@ pub use linear::{Linear, LinearPart};
 pub use silu_mul::SiluMul;
 
 pub use accept::{Accept, LaneResult, LogitRows};
-pub use act::{ACT_GROUP, Act, ActDtype};
+pub use act::{ACT_GROUP, Act, ActDtype, ActGroup};
 pub use device::{
     Counted, Device, DeviceError, DeviceInfo, DryRun, Host, HostMode, OpCount, Trace,
 };
@@ -63,7 +63,7 @@ pub use sampling::{
 };
 pub use step::{KvPool, LaneStep, Lanes, PAGE_TOKENS};
 pub use top_k::TopK;
-pub use weight::{Format, ScaleDtype, Weight};
+pub use weight::{Codes, Format, IQ4_TABLE, ScaleDtype, Weight};
 
 /// What a host implementation may use: the instruction set and the thread pool.
 #[derive(Debug)]

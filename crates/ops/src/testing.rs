@@ -224,10 +224,7 @@ fn run_on<O: Op>(
             Kind::Bytes => (Vec::new(), bytes),
             Kind::Act(act) => {
                 let stride = act.row_bytes();
-                let used = match act.dtype {
-                    ActDtype::F32 => 4 * act.width,
-                    ActDtype::I8 => act.sums_offset() + 4 * (act.width / crate::ACT_GROUP),
-                };
+                let used = Act::used(act.width, act.dtype);
                 let rows = bytes.chunks_exact(stride);
                 let values = rows.clone().flat_map(|r| floats(&r[..4 * act.width])).collect();
                 (values, rows.flat_map(|r| r[..used].to_vec()).collect())

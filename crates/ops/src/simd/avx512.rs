@@ -163,4 +163,151 @@ impl Simd for Avx512 {
         // SAFETY: see the impl.
         unsafe { _mm512_reduce_max_ps(v) }
     }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u8]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x[..32].as_ptr().cast())) }
+    }
+    #[inline(always)]
+    fn load_bf16_pairs(self, x: &[u8]) -> [__m512; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            let pairs = _mm512_loadu_si512(x[..64].as_ptr().cast());
+            let high = _mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed()));
+            [_mm512_slli_epi32::<16>(pairs), high].map(|x| _mm512_castsi512_ps(x))
+        }
+    }
+    #[inline(always)]
+    fn load_u8(self, x: &[u8]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let bytes = _mm_loadu_si128(x[..LANES].as_ptr().cast());
+            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))
+        }
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let bytes = _mm_loadu_si128(x[..LANES].as_ptr().cast());
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+        }
+    }
+    #[inline(always)]
+    fn load_bits(self, x: &[u8], shift: u32, mask: u32) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let words = _mm512_loadu_si512(x[..64].as_ptr().cast());
+            let words = _mm512_srl_epi32(words, _mm_cvtsi32_si128(shift.cast_signed()));
+            let mask = _mm512_set1_epi32(mask.cast_signed());
+            _mm512_cvtepi32_ps(_mm512_and_si512(words, mask))
+        }
+    }
+    #[inline(always)]
+    fn prefetch(self, x: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.cast()) }
+    }
+
+    const DOT_ROWS: usize = 8;
+    /// The raw bytes are `low + 16 · high`.
+    const HIGH: f32 = 16.0;
+
+    #[inline(always)]
+    fn dots_u4<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        x: [&[i8]; R],
+    ) -> [[__m512; 2]; R] {
+        let mut sums = self.dots::<R, K>(codes, 64, x, |codes| {
+            // SAFETY: see the impl.
+            unsafe {
+                let both = _mm512_loadu_si512(codes.cast());
+                [_mm512_and_si512(both, _mm512_set1_epi8(15)), both]
+            }
+        });
+        for [low, both] in &mut sums {
+            // SAFETY: see the impl.
+            unsafe { *both = _mm512_sub_epi32(*both, *low) }
+        }
+        self.numbers(sums)
+    }
+    #[inline(always)]
+    fn dots_table<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        table: &[u8; 16],
+        x: [&[i8]; R],
+    ) -> [[__m512; 2]; R] {
+        // SAFETY: see the impl.
+        let (table, mask) = unsafe {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            (table, _mm512_set1_epi8(15))
+        };
+        self.numbers(self.dots::<R, K>(codes, 64, x, |codes| {
+            // SAFETY: see the impl.
+            unsafe {
+                let both = _mm512_loadu_si512(codes.cast());
+                [both, _mm512_srli_epi16::<4>(both)]
+                    .map(|x| _mm512_shuffle_epi8(table, _mm512_and_si512(x, mask)))
+            }
+        }))
+    }
+    #[inline(always)]
+    fn dots_u8<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        x: [&[i8]; R],
+    ) -> [[__m512; 2]; R] {
+        self.numbers(self.dots::<R, K>(codes, 128, x, |codes| {
+            // SAFETY: see the impl.
+            unsafe { [_mm512_loadu_si512(codes.cast()), _mm512_loadu_si512(codes.add(64).cast())] }
+        }))
+    }
+}
+
+impl Avx512 {
+    /// Sums over K inputs of the products of R rows with two vectors of bytes for each four inputs.
+    /// `unpack` makes these two from `step` bytes of codes.
+    #[inline(always)]
+    fn dots<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        step: usize,
+        x: [&[i8]; R],
+        unpack: impl Fn(*const u8) -> [__m512i; 2],
+    ) -> [[__m512i; 2]; R] {
+        let codes = codes[..K / 4 * step].as_ptr();
+        let x: [*const i8; R] = x.map(|x| x[..K].as_ptr());
+        // SAFETY: see the impl; steps and rows stay inside the slices taken above.
+        unsafe {
+            // One row alone would wait for each product's latency: two chains hide it.
+            let chains = if R == 1 { 2 } else { 1 };
+            let mut sums = [[[_mm512_setzero_si512(); 2]; R]; 2];
+            for i in 0..K / 4 {
+                let [a, b] = unpack(codes.add(i * step));
+                for r in 0..R {
+                    let four = _mm512_set1_epi32(x[r].add(4 * i).cast::<i32>().read_unaligned());
+                    let [low, high] = &mut sums[i % chains][r];
+                    *low = _mm512_dpbusd_epi32(*low, a, four);
+                    *high = _mm512_dpbusd_epi32(*high, b, four);
+                }
+            }
+            if chains == 2 {
+                for r in 0..R {
+                    for half in 0..2 {
+                        sums[0][r][half] = _mm512_add_epi32(sums[0][r][half], sums[1][r][half]);
+                    }
+                }
+            }
+            sums[0]
+        }
+    }
+
+    #[inline(always)]
+    fn numbers<const R: usize>(self, sums: [[__m512i; 2]; R]) -> [[__m512; 2]; R] {
+        // SAFETY: see the impl.
+        sums.map(|pair| pair.map(|sum| unsafe { _mm512_cvtepi32_ps(sum) }))
+    }
 }

@@ -170,6 +170,49 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sum(self, v: Self::F) -> f32;
     /// Largest lane.
     fn reduce_max(self, v: Self::F) -> f32;
+
+    /// 16 little-endian IEEE halves, widened.
+    fn load_f16(self, x: &[u8]) -> Self::F;
+    /// 16 little-endian words as pairs of bf16: the low ones and the high ones, widened.
+    fn load_bf16_pairs(self, x: &[u8]) -> [Self::F; 2];
+    /// 16 unsigned bytes as numbers.
+    fn load_u8(self, x: &[u8]) -> Self::F;
+    /// 16 signed bytes as numbers.
+    fn load_i8(self, x: &[u8]) -> Self::F;
+    /// From each of 16 little-endian words, the bits of `mask` once shifted right, as a number.
+    fn load_bits(self, x: &[u8], shift: u32, mask: u32) -> Self::F;
+    /// Asks for the cache line at `x`, which need not be valid memory.
+    #[inline(always)]
+    fn prefetch(self, x: *const u8) {
+        let _ = x;
+    }
+
+    /// Rows that one pass of an integer product takes best, at most 8.
+    const DOT_ROWS: usize;
+    /// By how much the second sums of [`Simd::dots_u4`] are too large.
+    const HIGH: f32;
+    /// Integer products of R rows of K activations with K 4-bit codes of 32 outputs, exact, as
+    /// numbers. Byte `64·(k/4) + 4·lane + k%4` of `codes` holds output `lane` in its low nibble and
+    /// output `16 + lane` in its high one. The sums of the latter come multiplied by [`Simd::HIGH`].
+    fn dots_u4<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        x: [&[i8]; R],
+    ) -> [[Self::F; 2]; R];
+    /// The same with the two codes of a byte looked up in a table first. Sums are not multiplied.
+    fn dots_table<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        table: &[u8; 16],
+        x: [&[i8]; R],
+    ) -> [[Self::F; 2]; R];
+    /// The same with 8-bit codes: byte `128·(k/4) + 64·half + 4·lane + k%4` is output
+    /// `16·half + lane`. Sums are not multiplied.
+    fn dots_u8<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        x: [&[i8]; R],
+    ) -> [[Self::F; 2]; R];
 }
 
 /// The tree of [`Simd::sum`] on an array.

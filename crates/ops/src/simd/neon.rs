@@ -121,4 +121,124 @@ impl Simd for Neon {
         let x = self.lanes(v);
         x.into_iter().fold(x[0], |a, b| if a > b { a } else { b })
     }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u8]) -> V {
+        let half = |i: usize| half::f16::from_le_bytes([x[2 * i], x[2 * i + 1]]).to_f32();
+        self.load(&std::array::from_fn::<f32, LANES, _>(half))
+    }
+    #[inline(always)]
+    fn load_bf16_pairs(self, x: &[u8]) -> [V; 2] {
+        let x = &x[..64];
+        // SAFETY: see the impl.
+        unsafe {
+            let words: [uint32x4_t; 4] =
+                std::array::from_fn(|i| vreinterpretq_u32_u8(vld1q_u8(x[16 * i..].as_ptr())));
+            let mask = vdupq_n_u32(0xFFFF_0000);
+            let low = words.map(|w| vreinterpretq_f32_u32(vshlq_n_u32::<16>(w)));
+            [low, words.map(|w| vreinterpretq_f32_u32(vandq_u32(w, mask)))]
+        }
+    }
+    #[inline(always)]
+    fn load_u8(self, x: &[u8]) -> V {
+        self.load(&std::array::from_fn::<f32, LANES, _>(|i| f32::from(x[i])))
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8]) -> V {
+        self.load(&std::array::from_fn::<f32, LANES, _>(|i| f32::from(x[i].cast_signed())))
+    }
+    #[inline(always)]
+    fn load_bits(self, x: &[u8], shift: u32, mask: u32) -> V {
+        let x = &x[..64];
+        // SAFETY: see the impl.
+        unsafe {
+            let (shift, mask) = (vdupq_n_s32(-shift.cast_signed()), vdupq_n_u32(mask));
+            std::array::from_fn(|i| {
+                let words = vreinterpretq_u32_u8(vld1q_u8(x[16 * i..].as_ptr()));
+                vcvtq_f32_u32(vandq_u32(vshlq_u32(words, shift), mask))
+            })
+        }
+    }
+
+    const DOT_ROWS: usize = 2;
+    const HIGH: f32 = 1.0;
+
+    #[inline(always)]
+    fn dots_u4<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+        dots::<R, K>(codes, 64, x, 0, |codes| {
+            // SAFETY: NEON is always there.
+            unsafe {
+                let both = vld1q_u8(codes[..16].as_ptr());
+                [vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)]
+                    .map(|x| vreinterpretq_s8_u8(x))
+            }
+        })
+    }
+    #[inline(always)]
+    fn dots_table<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        table: &[u8; 16],
+        x: [&[i8]; R],
+    ) -> [[V; 2]; R] {
+        dots::<R, K>(codes, 64, x, 128, |codes| {
+            // SAFETY: NEON is always there.
+            unsafe {
+                let table = veorq_u8(vld1q_u8(table.as_ptr()), vdupq_n_u8(0x80));
+                let both = vld1q_u8(codes[..16].as_ptr());
+                [vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)]
+                    .map(|x| vreinterpretq_s8_u8(vqtbl1q_u8(table, x)))
+            }
+        })
+    }
+    #[inline(always)]
+    fn dots_u8<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+        dots::<R, K>(codes, 128, x, 128, |codes| {
+            [0, 64].map(|half: usize| {
+                let codes = &codes[half..half + 16];
+                // SAFETY: NEON is always there; in bounds.
+                unsafe {
+                    let codes = vld1q_u8(codes.as_ptr());
+                    vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(0x80)))
+                }
+            })
+        })
+    }
+}
+
+/// Sums of products with signed codes that are `offset` too small. `unpack` reads the codes of four
+/// outputs of each half at the start of its slice.
+#[inline(always)]
+fn dots<const R: usize, const K: usize>(
+    codes: &[u8],
+    step: usize,
+    x: [&[i8]; R],
+    offset: i32,
+    unpack: impl Fn(&[u8]) -> [int8x16_t; 2],
+) -> [[V; 2]; R] {
+    let codes = &codes[..K / 4 * step];
+    let x = x.map(|x| &x[..K]);
+    let shift = x.map(|x| offset * x.iter().map(|&q| i32::from(q)).sum::<i32>());
+    // SAFETY: NEON is always there. A product of a code in -128..=127 and an activation in
+    // -127..=127 and the sum of two fit 16 bits.
+    unsafe {
+        let mut sums = shift.map(|shift| [[vdupq_n_s32(shift); 4]; 2]);
+        for (i, codes) in codes.chunks_exact(step).enumerate() {
+            for quarter in 0..4 {
+                let codes = unpack(&codes[16 * quarter..]);
+                for r in 0..R {
+                    let four = &x[r][4 * i..4 * i + 4];
+                    let four = i32::from_ne_bytes([0, 1, 2, 3].map(|j| four[j].cast_unsigned()));
+                    let four = vreinterpretq_s8_s32(vdupq_n_s32(four));
+                    for half in 0..2 {
+                        let low = vmull_s8(vget_low_s8(codes[half]), vget_low_s8(four));
+                        let pairs = vpaddq_s16(low, vmull_high_s8(codes[half], four));
+                        let sum = &mut sums[r][half][quarter];
+                        *sum = vpadalq_s16(*sum, pairs);
+                    }
+                }
+            }
+        }
+        sums.map(|pair| pair.map(|sums| sums.map(|sum| vcvtq_f32_s32(sum))))
+    }
 }

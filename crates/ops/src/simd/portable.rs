@@ -109,6 +109,80 @@ impl Simd for Portable {
     fn reduce_max(self, v: V) -> f32 {
         v.into_iter().fold(v[0], |a, b| if a > b { a } else { b })
     }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u8]) -> V {
+        std::array::from_fn(|i| half::f16::from_le_bytes([x[2 * i], x[2 * i + 1]]).to_f32())
+    }
+    #[inline(always)]
+    fn load_bf16_pairs(self, x: &[u8]) -> [V; 2] {
+        let words: [u32; LANES] = std::array::from_fn(|i| word(x, i));
+        [words.map(|w| f32::from_bits(w << 16)), words.map(|w| f32::from_bits(w & 0xFFFF_0000))]
+    }
+    #[inline(always)]
+    fn load_u8(self, x: &[u8]) -> V {
+        std::array::from_fn(|i| f32::from(x[i]))
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8]) -> V {
+        std::array::from_fn(|i| f32::from(x[i].cast_signed()))
+    }
+    #[inline(always)]
+    fn load_bits(self, x: &[u8], shift: u32, mask: u32) -> V {
+        std::array::from_fn(|i| ((word(x, i) >> shift) & mask) as f32)
+    }
+
+    const DOT_ROWS: usize = 1;
+    const HIGH: f32 = 1.0;
+
+    #[inline(always)]
+    fn dots_u4<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+        dots::<R, K>(codes, 64, x, |codes, i| [codes[i] & 15, codes[i] >> 4])
+    }
+    #[inline(always)]
+    fn dots_table<const R: usize, const K: usize>(
+        self,
+        codes: &[u8],
+        table: &[u8; 16],
+        x: [&[i8]; R],
+    ) -> [[V; 2]; R] {
+        let entry = |code: u8| table[usize::from(code)];
+        dots::<R, K>(codes, 64, x, |codes, i| [entry(codes[i] & 15), entry(codes[i] >> 4)])
+    }
+    #[inline(always)]
+    fn dots_u8<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+        dots::<R, K>(codes, 128, x, |codes, i| [codes[i], codes[i + 64]])
+    }
+}
+
+#[inline(always)]
+fn word(x: &[u8], i: usize) -> u32 {
+    u32::from_le_bytes([x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]])
+}
+
+/// Sums of products; `unpack(step of codes, i)` gives byte i of both halves of the outputs.
+#[inline(always)]
+fn dots<const R: usize, const K: usize>(
+    codes: &[u8],
+    step: usize,
+    x: [&[i8]; R],
+    unpack: impl Fn(&[u8], usize) -> [u8; 2],
+) -> [[V; 2]; R] {
+    let mut sums = [[[0i32; LANES]; 2]; R];
+    for (i, codes) in codes[..K / 4 * step].chunks_exact(step).enumerate() {
+        for (sums, x) in sums.iter_mut().zip(x) {
+            let four = &x[4 * i..4 * i + 4];
+            for lane in 0..LANES {
+                for j in 0..4 {
+                    let codes = unpack(codes, 4 * lane + j);
+                    for half in 0..2 {
+                        sums[half][lane] += i32::from(codes[half]) * i32::from(four[j]);
+                    }
+                }
+            }
+        }
+    }
+    sums.map(|pair| pair.map(|sums| sums.map(|sum| sum as f32)))
 }
 
 /// f32 to bf16, to nearest even; NaN keeps its sign and becomes quiet.

@@ -1,0 +1,279 @@
+//! Cases every device must pass.
+
+use super::samples::{Kind, Sample, sample};
+use crate::testing::{Builder, Tolerance, conformance, row_invariance};
+use crate::{
+    ActDtype, DenseDtype, DryRun, Format, GgmlType, Linear, LinearPart, Op, PackError, ScaleDtype,
+    Source, TILE,
+};
+
+/// One random matrix and `rows` random rows.
+fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize, act: ActDtype) -> Linear {
+    b.reseed((n * 31 + k) as u64);
+    let weight = sample(b, kind, n, k).weight(b);
+    let x = b.normal_values(rows * k, 2.0);
+    let x = b.act(&x, rows, k, act);
+    let out = b.out_f32("out", rows * n);
+    Linear::new(x, rows, &[LinearPart { weight, out, add: false }])
+}
+
+/// The smallest multiple of the kind's unit and of the activation group that is at least `k`.
+fn inputs(kind: Kind, k: usize) -> usize {
+    k.next_multiple_of(kind.unit().max(crate::ACT_GROUP))
+}
+
+#[test]
+fn int8_products_have_the_bits_of_the_definition() {
+    for kind in Kind::quantized() {
+        for (rows, n, k) in [(1, 33, 64), (3, 70, 320), (9, 5, 128)] {
+            let k = inputs(kind, k);
+            let name = format!("linear {kind:?} {rows}x{n}x{k}");
+            conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
+        }
+    }
+}
+
+#[test]
+fn every_number_of_rows() {
+    for kind in [Kind::Mlx(4, 64, ScaleDtype::Bf16), Kind::Ggml(GgmlType::Q6_K)] {
+        for rows in 1..=19 {
+            let name = format!("linear {kind:?} {rows} rows");
+            conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, 40, 256, ActDtype::I8));
+        }
+    }
+}
+
+#[test]
+fn shipped_shapes() {
+    let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+    for (rows, n, k) in [(1, 1536, 576), (8, 576, 1536), (2, 96, 5120), (1, 64, 17408)] {
+        let name = format!("linear {rows}x{n}x{k}");
+        conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
+    }
+}
+
+#[test]
+fn f32_products_of_quantized_weights() {
+    for kind in Kind::quantized() {
+        for (rows, n, k) in [(1, 33, 32usize), (6, 40, 384)] {
+            let k = k.next_multiple_of(kind.unit());
+            let name = format!("linear f32 {kind:?} {rows}x{n}x{k}");
+            conformance(&name, Tolerance::relative(1e-4), |b| {
+                build(b, kind, rows, n, k, ActDtype::F32)
+            });
+        }
+    }
+}
+
+#[test]
+fn dense_products() {
+    for kind in Kind::dense() {
+        for (rows, n, k) in [(1, 1, 1), (2, 7, 15), (3, 12, 576), (5, 33, 100), (8, 4, 16)] {
+            let name = format!("linear {kind:?} {rows}x{n}x{k}");
+            conformance(&name, Tolerance::relative(1e-5), |b| {
+                build(b, kind, rows, n, k, ActDtype::F32)
+            });
+        }
+        conformance("beside int8", Tolerance::relative(1e-5), |b| {
+            build(b, kind, 3, 12, 192, ActDtype::I8)
+        });
+    }
+}
+
+/// An MLX matrix with weight `value(o, k)` in 0..16.
+fn codes(n: usize, k: usize, value: impl Fn(usize, usize) -> u8) -> Sample {
+    let mut data = vec![0; n * k / 2];
+    for o in 0..n {
+        for i in 0..k {
+            data[(o * k + i) / 2] |= value(o, i) << (4 * (i % 2));
+        }
+    }
+    let scales = 1.0f32.to_le_bytes().repeat(n * k / 64);
+    let biases = 0.0f32.to_le_bytes().repeat(n * k / 64);
+    Sample { kind: Kind::Mlx(4, 64, ScaleDtype::F32), n, k, data, scales, biases }
+}
+
+#[test]
+fn the_identity_returns_its_input() {
+    for act in [ActDtype::F32, ActDtype::I8] {
+        conformance("identity", Tolerance::relative(2e-6), |b| {
+            let weight = codes(64, 64, |o, k| u8::from(o == k)).weight(b);
+            // Multiples of max/127, so that int8 holds them exactly.
+            let values: Vec<f32> = (0..128).map(|i| (i % 64) as f32 * 2.0 - 1.0).collect();
+            let x =
+                b.act(&values.iter().map(|v| v / 125.0 * 127.0).collect::<Vec<_>>(), 2, 64, act);
+            let out = b.out_f32("out", 128);
+            if act == ActDtype::F32 {
+                b.expect("out", &values.iter().map(|v| v / 125.0 * 127.0).collect::<Vec<_>>());
+            }
+            Linear::new(x, 2, &[LinearPart { weight, out, add: false }])
+        });
+    }
+}
+
+#[test]
+fn ones_count_their_codes() {
+    for act in [ActDtype::F32, ActDtype::I8] {
+        conformance("count", Tolerance::relative(2e-6), |b| {
+            let weight = codes(40, 128, |o, _| (o % 16) as u8).weight(b);
+            let x = b.act(&[1.0; 128], 1, 128, act);
+            let out = b.out_f32("out", 40);
+            let counts: Vec<f32> = (0..40).map(|o| 128.0 * (o % 16) as f32).collect();
+            b.expect("out", &counts);
+            Linear::new(x, 1, &[LinearPart { weight, out, add: false }])
+        });
+    }
+}
+
+/// Four parts of different formats and sizes, two of which add.
+fn four_parts(b: &mut Builder, rows: usize) -> Linear {
+    let k = 256;
+    let kinds = [
+        (Kind::Mlx(4, 64, ScaleDtype::Bf16), 96),
+        (Kind::Dense(DenseDtype::Bf16), 12),
+        (Kind::Ggml(GgmlType::Q4_K), 33),
+        (Kind::Mlx(8, 32, ScaleDtype::F16), 1),
+    ];
+    let weights = kinds.map(|(kind, n)| sample(b, kind, n, k).weight(b));
+    let mut part = 0;
+    let parts = weights.map(|weight| {
+        let size = rows * weight.n;
+        part += 1;
+        let add = part % 2 == 0;
+        let out = if add {
+            b.reseed(part);
+            let out = b.normal(size, 3.0);
+            b.updated_f32(&format!("out {part}"), out);
+            out
+        } else {
+            b.out_f32(&format!("out {part}"), size)
+        };
+        LinearPart { weight, out, add }
+    });
+    b.reseed(77);
+    let x = b.normal_values(rows * k, 1.0);
+    let x = b.act(&x, rows, k, ActDtype::I8);
+    Linear::new(x, rows, &parts)
+}
+
+#[test]
+fn parts_of_different_formats() {
+    for rows in [1, 2, 11] {
+        conformance("four parts", Tolerance::relative(1e-5), |b| four_parts(b, rows));
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_its_neighbours() {
+    row_invariance("four parts", 17, four_parts);
+    for (kind, k) in [
+        (Kind::Mlx(4, 64, ScaleDtype::Bf16), 576),
+        (Kind::Ggml(GgmlType::IQ4_XS), 256),
+        (Kind::Dense(DenseDtype::F16), 100),
+    ] {
+        for act in [ActDtype::I8, ActDtype::F32] {
+            if act == ActDtype::F32 || k % 64 == 0 {
+                row_invariance("linear", 17, |b, rows| build(b, kind, rows, 40, k, act));
+            }
+        }
+    }
+}
+
+/// The arm that must fail: the harness tells f64 sums from f32 ones.
+#[test]
+#[should_panic(expected = "differs at byte")]
+fn exactness_is_not_vacuous() {
+    conformance("f32", Tolerance::exact(), |b| {
+        build(b, Kind::Mlx(4, 64, ScaleDtype::Bf16), 2, 64, 576, ActDtype::F32)
+    });
+}
+
+#[test]
+fn refuses_what_kernels_cannot_do() {
+    let mut dev = DryRun::new(ActDtype::I8);
+    let mut b = Builder::new(&mut dev);
+    let good = build(&mut b, Kind::Mlx(4, 64, ScaleDtype::Bf16), 4, 40, 128, ActDtype::I8);
+    assert!(good.check().is_ok());
+    let with = |change: &dyn Fn(&mut Linear)| {
+        let mut op = good;
+        change(&mut op);
+        assert!(op.check().is_err(), "{op:?}");
+    };
+    with(&|op| op.rows = 5);
+    with(&|op| op.rows = usize::MAX);
+    with(&|op| op.x.width = 64);
+    with(&|op| op.parts[0].weight.n = 65);
+    with(&|op| op.parts[0].weight.n = 0);
+    with(&|op| op.parts[0].weight.n = usize::MAX);
+    with(&|op| op.parts[0].weight.k = 64);
+    with(&|op| op.parts[0].weight.buf.bytes -= 1);
+    with(&|op| op.parts[0].out.bytes -= 4);
+    let formats = [
+        (crate::Codes::U4, 48, ScaleDtype::Bf16),
+        (crate::Codes::U4, 128, ScaleDtype::TwoLevel),
+        (crate::Codes::Iq4, 64, ScaleDtype::F16),
+    ];
+    for (codes, group, scale) in formats {
+        with(&|op| op.parts[0].weight.format = Format::Affine { codes, group, scale });
+    }
+}
+
+#[test]
+fn packed_weights_are_the_checkpoint_s() {
+    let mut dev = DryRun::new(ActDtype::I8);
+    let mut b = Builder::new(&mut dev);
+    for kind in Kind::quantized() {
+        let (n, k) = (37, 2 * kind.unit());
+        let sample = sample(&mut b, kind, n, k);
+        let (format, packed) = sample.pack(1);
+        assert_eq!(sample.pack(7), (format, packed.clone()), "{kind:?}");
+        let layout = super::layout::Layout::of(format).expect("quantised");
+        for row in 0..n {
+            let tile = layout.tile_bytes(k).expect("whole groups");
+            let tile = &packed[row / TILE * tile..][..tile];
+            let want = sample.source().dequantize_row(n, k, row).expect("a row");
+            for (i, want) in want.into_iter().enumerate() {
+                let got = layout.weight(tile, row % TILE, i);
+                assert_eq!(got.to_bits(), want.to_bits(), "{kind:?} [{row}, {i}]");
+            }
+        }
+    }
+}
+
+#[test]
+fn tiny_scales_become_zero() {
+    let mut sample = codes(1, 64, |_, _| 3);
+    sample.scales = 1e-31f32.to_le_bytes().to_vec();
+    sample.biases = 0.25f32.to_le_bytes().to_vec();
+    assert_eq!(sample.source().dequantize_row(1, 64, 0).expect("a row"), [0.25; 64]);
+}
+
+#[test]
+fn pack_names_what_is_wrong() {
+    let sample = codes(3, 128, |_, _| 1);
+    let source = sample.source();
+    let mut out = vec![0; 4096];
+    let piece = |offset, out: &mut [u8]| source.pack_piece(3, 128, offset, out);
+    assert!(matches!(piece(1, &mut out), Err(PackError::Piece { offset: 1, .. })));
+    assert!(matches!(piece(0, &mut out[..7]), Err(PackError::Piece { bytes: 7, .. })));
+    assert!(matches!(piece(usize::MAX, &mut out), Err(PackError::Piece { .. })));
+    assert_eq!(source.check(3, 100), Err(PackError::Inputs { k: 100, unit: 64 }));
+    let size = |what| move |e: PackError| matches!(e, PackError::Size { what: w, .. } if w == what);
+    assert!(source.check(4, 128).is_err_and(size("codes")));
+    assert!(source.check(usize::MAX, 128).is_err_and(size("codes")));
+    let Source::Mlx { codes, scales, biases, .. } = source else { panic!("an MLX sample") };
+    let mlx =
+        |bits, group| Source::Mlx { bits, group, scale: ScaleDtype::Bf16, codes, scales, biases };
+    assert!(mlx(4, 64).check(3, 128).is_err_and(size("scales")));
+    assert!(matches!(mlx(7, 64).format(), Err(PackError::Unsupported { found: 7, .. })));
+    assert!(matches!(mlx(4, 16).format(), Err(PackError::Unsupported { found: 16, .. })));
+    assert!(source.dequantize_row(3, 128, 3).is_err());
+}
+
+#[test]
+fn ggml_types_by_number() {
+    for ty in GgmlType::ALL {
+        assert_eq!(GgmlType::from_id(ty.id()), Some(ty));
+    }
+    assert_eq!(GgmlType::from_id(39), None);
+}

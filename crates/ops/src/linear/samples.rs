@@ -1,0 +1,158 @@
+//! Random checkpoint matrices of every kind, for tests.
+
+use crate::testing::Builder;
+use crate::{DenseDtype, Format, GgmlType, ScaleDtype, Source, Weight};
+
+/// What to make.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    Dense(DenseDtype),
+    Mlx(u8, usize, ScaleDtype),
+    Ggml(GgmlType),
+}
+
+impl Kind {
+    /// Every quantised kind.
+    pub(crate) fn quantized() -> Vec<Kind> {
+        let mut kinds: Vec<Kind> =
+            GgmlType::ALL.into_iter().filter(|ty| ty.block() > 1).map(Kind::Ggml).collect();
+        for bits in [2, 3, 4, 5, 6, 8] {
+            kinds.push(Kind::Mlx(bits, 64, ScaleDtype::Bf16));
+        }
+        for bits in [4, 8] {
+            for group in [32, 64, 128] {
+                for scale in [ScaleDtype::F16, ScaleDtype::Bf16, ScaleDtype::F32] {
+                    kinds.push(Kind::Mlx(bits, group, scale));
+                }
+            }
+        }
+        kinds
+    }
+
+    /// Every dense kind.
+    pub(crate) fn dense() -> Vec<Kind> {
+        let ggml = [GgmlType::F32, GgmlType::F16, GgmlType::BF16].map(Kind::Ggml);
+        let dense = [DenseDtype::F32, DenseDtype::F16, DenseDtype::Bf16].map(Kind::Dense);
+        ggml.into_iter().chain(dense).collect()
+    }
+
+    /// What k must be a multiple of.
+    pub(crate) fn unit(self) -> usize {
+        match self {
+            Kind::Dense(_) => 1,
+            Kind::Mlx(_, group, _) => group,
+            Kind::Ggml(ty) => ty.block(),
+        }
+    }
+}
+
+/// A checkpoint matrix that owns its bytes.
+#[derive(Debug)]
+pub(crate) struct Sample {
+    pub(crate) kind: Kind,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) data: Vec<u8>,
+    pub(crate) scales: Vec<u8>,
+    pub(crate) biases: Vec<u8>,
+}
+
+impl Sample {
+    pub(crate) fn source(&self) -> Source<'_> {
+        match self.kind {
+            Kind::Dense(dtype) => Source::Dense { dtype, data: &self.data },
+            Kind::Ggml(ty) => Source::Ggml { ty, data: &self.data },
+            Kind::Mlx(bits, group, scale) => Source::Mlx {
+                bits,
+                group,
+                scale,
+                codes: &self.data,
+                scales: &self.scales,
+                biases: &self.biases,
+            },
+        }
+    }
+
+    /// The packed matrix, made in pieces of `pieces` rows or tiles.
+    pub(crate) fn pack(&self, pieces: usize) -> (Format, Vec<u8>) {
+        let (n, k) = (self.n, self.k);
+        let format = self.source().check(n, k).expect("a sound sample");
+        let piece = format.piece_bytes(k).expect("k in whole groups");
+        let mut packed = vec![0xEE; format.packed_bytes(n, k).expect("a size")];
+        for (i, out) in packed.chunks_mut(pieces * piece).enumerate() {
+            self.source().pack_piece(n, k, i * pieces * piece, out).expect("whole pieces");
+        }
+        (format, packed)
+    }
+
+    /// The packed matrix on a device.
+    pub(crate) fn weight(&self, b: &mut Builder) -> Weight {
+        let (format, packed) = self.pack(3);
+        Weight { buf: b.bytes(&packed), format, n: self.n, k: self.k }
+    }
+}
+
+fn float(scale: ScaleDtype, value: f32) -> Vec<u8> {
+    match scale {
+        ScaleDtype::F32 => value.to_le_bytes().to_vec(),
+        ScaleDtype::Bf16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+        ScaleDtype::F16 | ScaleDtype::TwoLevel => half::f16::from_f32(value).to_le_bytes().to_vec(),
+    }
+}
+
+/// A random matrix with weights of order 1.
+pub(crate) fn sample(b: &mut Builder, kind: Kind, n: usize, k: usize) -> Sample {
+    let mut random = |count: usize| -> Vec<u8> { (0..count).map(|_| b.next() as u8).collect() };
+    let (mut scales, mut biases) = (Vec::new(), Vec::new());
+    let data = match kind {
+        Kind::Dense(dtype) => {
+            let scale = match dtype {
+                DenseDtype::F32 => ScaleDtype::F32,
+                DenseDtype::F16 => ScaleDtype::F16,
+                DenseDtype::Bf16 => ScaleDtype::Bf16,
+            };
+            b.normal_values(n * k, 1.0).into_iter().flat_map(|v| float(scale, v)).collect()
+        }
+        Kind::Mlx(bits, group, scale) => {
+            let data = random(n * k * usize::from(bits) / 8);
+            let width = f32::from(1u16 << bits);
+            for _ in 0..n * k / group {
+                let step = (b.uniform() + 0.1) * if b.next() & 1 == 0 { 1.0 } else { -1.0 };
+                scales.extend(float(scale, 2.0 * step / width));
+                biases.extend(float(scale, -step + 0.1 * b.uniform()));
+            }
+            data
+        }
+        Kind::Ggml(ty) if ty.block() == 1 => {
+            let scale = match ty {
+                GgmlType::F32 => ScaleDtype::F32,
+                GgmlType::F16 => ScaleDtype::F16,
+                _ => ScaleDtype::Bf16,
+            };
+            b.normal_values(n * k, 1.0).into_iter().flat_map(|v| float(scale, v)).collect()
+        }
+        Kind::Ggml(ty) => {
+            let bytes = ty.block_bytes();
+            let mut data = random(n * k / ty.block() * bytes);
+            for block in data.chunks_exact_mut(bytes) {
+                for at in half_fields(ty) {
+                    let value = half::f16::from_f32((b.uniform() + 0.1) * 0.02);
+                    block[*at..at + 2].copy_from_slice(&value.to_le_bytes());
+                }
+            }
+            data
+        }
+    };
+    Sample { kind, n, k, data, scales, biases }
+}
+
+/// Where a block has IEEE halves.
+fn half_fields(ty: GgmlType) -> &'static [usize] {
+    match ty {
+        GgmlType::Q4_1 | GgmlType::Q5_1 | GgmlType::Q4_K | GgmlType::Q5_K => &[0, 2],
+        GgmlType::Q2_K => &[80, 82],
+        GgmlType::Q3_K => &[108],
+        GgmlType::Q6_K => &[208],
+        _ => &[0],
+    }
+}
