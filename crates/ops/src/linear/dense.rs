@@ -1,46 +1,48 @@
 //! Unquantised weights with f32 activations.
 
+use std::ops::Range;
+
 use super::{Linear, LinearPart};
-use crate::simd::{LANES, Simd};
+use crate::simd::{Kernel, LANES, Simd};
 use crate::{Format, Mem};
 
 /// Outputs and rows of one block: enough independent sums to hide the latency of a multiply-add.
 const OUTPUTS: usize = 4;
 const ROWS: usize = 4;
 
-/// Outputs `[first, last)` of one weight.
-#[inline(always)]
-pub(super) fn outputs<S: Simd>(
-    s: S,
-    op: &Linear,
-    mem: &Mem,
-    part: &LinearPart,
-    first: usize,
-    last: usize,
-) {
-    match part.weight.format {
-        Format::F16 => blocks::<S, F16>(s, op, mem, part, first, last),
-        Format::Bf16 => blocks::<S, Bf16>(s, op, mem, part, first, last),
-        _ => blocks::<S, F32>(s, op, mem, part, first, last),
+/// Some outputs of one weight, all rows.
+pub(super) struct Outputs<'a> {
+    pub(super) op: &'a Linear,
+    pub(super) mem: &'a Mem,
+    pub(super) part: &'a LinearPart,
+    pub(super) outputs: Range<usize>,
+}
+
+impl Kernel for Outputs<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        match self.part.weight.format {
+            Format::F16 => self.blocks::<S, F16>(s),
+            Format::Bf16 => self.blocks::<S, Bf16>(s),
+            _ => self.blocks::<S, F32>(s),
+        }
     }
 }
 
-#[inline(always)]
-fn blocks<S: Simd, E: Element>(
-    s: S,
-    op: &Linear,
-    mem: &Mem,
-    part: &LinearPart,
-    first: usize,
-    last: usize,
-) {
-    for output in (first..last).step_by(OUTPUTS) {
-        let outputs = OUTPUTS.min(last - output);
-        for row in (0..op.rows).step_by(ROWS) {
-            match op.rows - row {
-                1 => block::<S, E, 1>(s, op, mem, part, output, outputs, row),
-                2 => block::<S, E, 2>(s, op, mem, part, output, outputs, row),
-                _ => block::<S, E, ROWS>(s, op, mem, part, output, outputs, row),
+impl Outputs<'_> {
+    #[inline(always)]
+    fn blocks<S: Simd, E: Element>(self, s: S) {
+        let Outputs { op, mem, part, outputs } = self;
+        for output in outputs.clone().step_by(OUTPUTS) {
+            let count = OUTPUTS.min(outputs.end - output);
+            for row in (0..op.rows).step_by(ROWS) {
+                match op.rows - row {
+                    1 => block::<S, E, 1>(s, op, mem, part, output, count, row),
+                    2 => block::<S, E, 2>(s, op, mem, part, output, count, row),
+                    _ => block::<S, E, ROWS>(s, op, mem, part, output, count, row),
+                }
             }
         }
     }

@@ -1,39 +1,46 @@
 //! Quantised weights with f32 activations.
 
+use std::ops::Range;
+
 use super::host::{params, store};
 use super::layout::{Layout, TILE};
 use super::{Linear, LinearPart};
-use crate::simd::Simd;
+use crate::simd::{Kernel, Simd};
 use crate::{Codes, IQ4_TABLE, Mem};
 
 /// Rows that share one dequantised tile step.
 const ROWS: usize = 4;
 
-/// Tiles `[first, last)` of one weight.
-#[inline(always)]
-pub(super) fn tiles<S: Simd>(
-    s: S,
-    op: &Linear,
-    mem: &Mem,
-    part: &LinearPart,
-    layout: &Layout,
-    first: usize,
-    last: usize,
-) {
-    let Some(bytes) = layout.tile_bytes(op.x.width) else { return };
-    let weight = mem.get::<u8>(part.weight.buf);
-    for tile in first..last {
-        let data = &weight[tile * bytes..][..bytes];
-        for row in (0..op.rows).step_by(ROWS) {
-            let rows = ROWS.min(op.rows - row);
-            let x = std::array::from_fn(|r| op.x.row(mem, row + r.min(rows - 1)).x);
-            let sums = if layout.symmetric {
-                product::<S, true>(s, layout, data, x)
-            } else {
-                product::<S, false>(s, layout, data, x)
-            };
-            for r in 0..rows {
-                store(s, part, mem, row + r, tile, sums[r]);
+/// Some tiles of one weight, all rows.
+pub(super) struct Tiles<'a> {
+    pub(super) op: &'a Linear,
+    pub(super) mem: &'a Mem,
+    pub(super) part: &'a LinearPart,
+    pub(super) layout: Layout,
+    pub(super) tiles: Range<usize>,
+}
+
+impl Kernel for Tiles<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Tiles { op, mem, part, layout, tiles } = self;
+        let Some(bytes) = layout.tile_bytes(op.x.width) else { return };
+        let weight = mem.get::<u8>(part.weight.buf);
+        for tile in tiles {
+            let data = &weight[tile * bytes..][..bytes];
+            for row in (0..op.rows).step_by(ROWS) {
+                let rows = ROWS.min(op.rows - row);
+                let x = std::array::from_fn(|r| op.x.row(mem, row + r.min(rows - 1)).x);
+                let sums = if layout.symmetric {
+                    product::<S, true>(s, &layout, data, x)
+                } else {
+                    product::<S, false>(s, &layout, data, x)
+                };
+                for r in 0..rows {
+                    store(s, part, mem, row + r, tile, sums[r]);
+                }
             }
         }
     }

@@ -4,10 +4,13 @@
 //! order of memory; up to [`Simd::DOT_ROWS`] rows share one reading and unpacking of a tile. With more
 //! rows than that, a block of tiles that stays in the second-level cache meets all rows in turn.
 
+use std::marker::PhantomData;
+use std::ops::Range;
+
 use super::layout::{Layout, TILE};
 use super::{Linear, LinearPart, dense, exact};
 use crate::act::ActRow;
-use crate::simd::{Kernel, LANES, Simd};
+use crate::simd::{Isa, Kernel, LANES, Simd};
 use crate::{ACT_GROUP, ActDtype, ActGroup, Codes, Cpu, IQ4_TABLE, Mem, ScaleDtype};
 
 /// Chunks for each thread: enough to even out a thread that was slow or late.
@@ -25,125 +28,120 @@ pub(super) fn run(op: &Linear, mem: &Mem, cpu: &Cpu) {
     let chunks = if threads == 1 { 1 } else { (total / MIN_CHUNK).clamp(1, CHUNKS * threads) };
     let bytes = total.div_ceil(chunks);
     cpu.pool.run(chunks, &|chunk| {
-        cpu.isa.dispatch(Chunk { op, mem, start: chunk * bytes, end: (chunk + 1) * bytes });
+        let mut base = 0;
+        for part in op.parts() {
+            // The pieces (tiles or rows) that begin in this chunk's share of all bytes.
+            let size = part.weight.format.piece_bytes(part.weight.k).unwrap_or(1);
+            let pieces = part.weight.buf.bytes / size;
+            let piece = |at: usize| at.saturating_sub(base).div_ceil(size).min(pieces);
+            let pieces = piece(chunk * bytes)..piece((chunk + 1) * bytes);
+            base += part.weight.buf.bytes;
+            if !pieces.is_empty() {
+                run_pieces(op, mem, cpu.isa, part, pieces);
+            }
+        }
     });
 }
 
-/// The pieces (tiles or rows) that begin in bytes `[start, end)` of all weights laid end to end.
-struct Chunk<'a> {
-    op: &'a Linear,
-    mem: &'a Mem,
-    start: usize,
-    end: usize,
-}
-
-impl Kernel for Chunk<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let mut base = 0;
-        for part in self.op.parts() {
-            let weight = &part.weight;
-            let bytes = weight.format.piece_bytes(weight.k).unwrap_or(1);
-            let pieces = weight.buf.bytes / bytes;
-            let piece = |at: usize| at.saturating_sub(base).div_ceil(bytes).min(pieces);
-            let (first, last) = (piece(self.start), piece(self.end));
-            base += weight.buf.bytes;
-            if first == last {
-                continue;
-            }
-            let (op, mem) = (self.op, self.mem);
-            match Layout::of(weight.format) {
-                None => dense::outputs(s, op, mem, part, first, last),
-                Some(layout) if op.x.dtype == ActDtype::F32 => {
-                    exact::tiles(s, op, mem, part, &layout, first, last);
-                }
-                Some(layout) => Tiles { op, mem, part, layout, first, last, bytes }.run(s),
-            }
+fn run_pieces(op: &Linear, mem: &Mem, isa: Isa, part: &LinearPart, pieces: Range<usize>) {
+    match Layout::of(part.weight.format) {
+        None => isa.dispatch(dense::Outputs { op, mem, part, outputs: pieces }),
+        Some(layout) if op.x.dtype == ActDtype::F32 => {
+            isa.dispatch(exact::Tiles { op, mem, part, layout, tiles: pieces });
+        }
+        Some(layout) => {
+            let bytes = layout.tile_bytes(part.weight.k).unwrap_or_default();
+            Tiles { op, mem, isa, part, layout, bytes }.run(pieces);
         }
     }
 }
 
-/// Tiles `[first, last)` of one weight.
+/// A weight of quantised tiles.
+#[derive(Clone, Copy)]
 struct Tiles<'a> {
     op: &'a Linear,
     mem: &'a Mem,
+    isa: Isa,
     part: &'a LinearPart,
     layout: Layout,
-    first: usize,
-    last: usize,
     /// Of one tile.
     bytes: usize,
 }
 
 impl Tiles<'_> {
-    #[inline(always)]
-    fn run<S: Simd>(&self, s: S) {
+    /// Each combination is a function of its own: together they would take minutes to compile.
+    fn run(self, tiles: Range<usize>) {
         let unit = self.layout.group.min(ACT_GROUP);
         match (self.layout.codes, self.layout.symmetric, unit) {
-            (Codes::U4, false, 16) => self.rows::<S, U4, 16, false>(s),
-            (Codes::U4, false, 32) => self.rows::<S, U4, 32, false>(s),
-            (Codes::U4, false, _) => self.rows::<S, U4, 64, false>(s),
-            (Codes::U4, true, 16) => self.rows::<S, U4, 16, true>(s),
-            (Codes::U4, true, 32) => self.rows::<S, U4, 32, true>(s),
-            (Codes::U4, true, _) => self.rows::<S, U4, 64, true>(s),
-            (Codes::U8, false, 16) => self.rows::<S, U8, 16, false>(s),
-            (Codes::U8, false, 32) => self.rows::<S, U8, 32, false>(s),
-            (Codes::U8, false, _) => self.rows::<S, U8, 64, false>(s),
-            (Codes::U8, true, 16) => self.rows::<S, U8, 16, true>(s),
-            (Codes::U8, true, 32) => self.rows::<S, U8, 32, true>(s),
-            (Codes::U8, true, _) => self.rows::<S, U8, 64, true>(s),
-            (Codes::Iq4, _, 16) => self.rows::<S, Iq4, 16, true>(s),
-            (Codes::Iq4, _, 32) => self.rows::<S, Iq4, 32, true>(s),
-            (Codes::Iq4, _, _) => self.rows::<S, Iq4, 64, true>(s),
+            (Codes::U4, false, 16) => self.rows::<U4, 16, false>(tiles),
+            (Codes::U4, false, 32) => self.rows::<U4, 32, false>(tiles),
+            (Codes::U4, false, 64) => self.rows::<U4, 64, false>(tiles),
+            (Codes::U4, true, 16) => self.rows::<U4, 16, true>(tiles),
+            (Codes::U4, true, 32) => self.rows::<U4, 32, true>(tiles),
+            (Codes::U8, false, 32) => self.rows::<U8, 32, false>(tiles),
+            (Codes::U8, false, 64) => self.rows::<U8, 64, false>(tiles),
+            (Codes::U8, true, 16) => self.rows::<U8, 16, true>(tiles),
+            (Codes::U8, true, 32) => self.rows::<U8, 32, true>(tiles),
+            (Codes::Iq4, true, 32) => self.rows::<Iq4, 32, true>(tiles),
+            _ => unreachable!("{:?}, which `Layout::supported` refuses", self.layout),
         }
     }
 
     /// All rows, in blocks. `U` is the unit (see the module), `SYM` whether there are no biases.
-    #[inline(always)]
-    fn rows<S: Simd, C: Unpack, const U: usize, const SYM: bool>(&self, s: S) {
-        let block = if self.op.rows <= S::DOT_ROWS {
-            self.last - self.first
-        } else {
-            (CACHED / self.bytes).max(1)
-        };
-        for first in (self.first..self.last).step_by(block) {
-            let tiles = first..self.last.min(first + block);
-            for row in (0..self.op.rows).step_by(S::DOT_ROWS) {
-                // Dead branches for sets that take fewer rows at a time.
-                match (self.op.rows - row).min(S::DOT_ROWS) {
-                    1 => self.block::<S, C, U, SYM, 1>(s, tiles.clone(), row),
-                    2 => self.block::<S, C, U, SYM, 2>(s, tiles.clone(), row),
-                    3 | 4 if S::DOT_ROWS >= 4 => {
-                        self.block::<S, C, U, SYM, 4>(s, tiles.clone(), row);
-                    }
-                    5 | 6 if S::DOT_ROWS >= 6 => {
-                        self.block::<S, C, U, SYM, 6>(s, tiles.clone(), row);
-                    }
-                    _ if S::DOT_ROWS >= 8 => self.block::<S, C, U, SYM, 8>(s, tiles.clone(), row),
-                    _ => {}
+    fn rows<C: Unpack, const U: usize, const SYM: bool>(self, tiles: Range<usize>) {
+        let most = self.isa.dot_rows();
+        let cached = if self.op.rows <= most { tiles.len() } else { (CACHED / self.bytes).max(1) };
+        for first in tiles.clone().step_by(cached) {
+            let tiles = first..tiles.end.min(first + cached);
+            for row in (0..self.op.rows).step_by(most) {
+                let tiles = tiles.clone();
+                match (self.op.rows - row).min(most) {
+                    1 => self.isa.dispatch(Block::<C, U, SYM, 1>::new(self, tiles, row)),
+                    2 => self.isa.dispatch(Block::<C, U, SYM, 2>::new(self, tiles, row)),
+                    3 | 4 => self.isa.dispatch(Block::<C, U, SYM, 4>::new(self, tiles, row)),
+                    5 | 6 => self.isa.dispatch(Block::<C, U, SYM, 6>::new(self, tiles, row)),
+                    _ => self.isa.dispatch(Block::<C, U, SYM, 8>::new(self, tiles, row)),
                 }
             }
         }
     }
+}
 
-    /// Rows `[row, row + R)`, of which those past the end are copies of the last, not stored.
+/// Up to R rows from `row` and some tiles.
+struct Block<'a, C, const U: usize, const SYM: bool, const R: usize> {
+    tiles: Tiles<'a>,
+    range: Range<usize>,
+    row: usize,
+    codes: PhantomData<C>,
+}
+
+impl<'a, C, const U: usize, const SYM: bool, const R: usize> Block<'a, C, U, SYM, R> {
+    fn new(tiles: Tiles<'a>, range: Range<usize>, row: usize) -> Self {
+        Block { tiles, range, row, codes: PhantomData }
+    }
+}
+
+impl<C: Unpack, const U: usize, const SYM: bool, const R: usize> Kernel
+    for Block<'_, C, U, SYM, R>
+{
+    type Output = ();
+
+    /// Rows past the end are copies of the last, not stored.
     #[inline(always)]
-    fn block<S: Simd, C: Unpack, const U: usize, const SYM: bool, const R: usize>(
-        &self,
-        s: S,
-        tiles: std::ops::Range<usize>,
-        row: usize,
-    ) {
-        let rows = R.min(self.op.rows - row);
-        let x = std::array::from_fn(|r| self.op.x.row(self.mem, row + r.min(rows - 1)));
-        let weight = self.mem.get::<u8>(self.part.weight.buf);
-        for tile in tiles {
-            let bytes = &weight[tile * self.bytes..][..self.bytes];
-            let sums = product::<S, C, U, SYM, R>(s, &self.layout, bytes, &x);
+    fn run<S: Simd>(self, s: S) {
+        if R > S::DOT_ROWS {
+            // `Isa::dot_rows` says so; spares the compiler kernels that never run.
+            return;
+        }
+        let Tiles { op, mem, part, layout, bytes, .. } = self.tiles;
+        let rows = R.min(op.rows - self.row);
+        let x = std::array::from_fn(|r| op.x.row(mem, self.row + r.min(rows - 1)));
+        let weight = mem.get::<u8>(part.weight.buf);
+        for tile in self.range {
+            let bytes = &weight[tile * bytes..][..bytes];
+            let sums = product::<S, C, U, SYM, R>(s, &layout, bytes, &x);
             for r in 0..rows {
-                store(s, self.part, self.mem, row + r, tile, sums[r]);
+                store(s, part, mem, self.row + r, tile, sums[r]);
             }
         }
     }

@@ -43,11 +43,15 @@ impl Layout {
         Some(Layout { codes, symmetric, group: usize::from(group), scale })
     }
 
-    /// Whether kernels know this combination.
+    /// Whether kernels know this combination: those that some checkpoint format needs.
     pub(crate) fn supported(&self) -> bool {
-        let group = matches!(self.group, 16 | 32 | 64 | 128);
-        let two_level = self.scale != ScaleDtype::TwoLevel || self.group <= 64;
-        group && two_level && (self.symmetric || self.codes != Codes::Iq4)
+        let two_level = self.scale == ScaleDtype::TwoLevel;
+        match (self.codes, self.symmetric, self.group) {
+            (Codes::U4, _, 16) | (Codes::U8, true, 16) => true,
+            (Codes::U4 | Codes::U8, _, 32) | (Codes::Iq4, true, 32) => true,
+            (Codes::U4 | Codes::U8, false, 64 | 128) => !two_level,
+            _ => false,
+        }
     }
 
     /// Inputs of one span.

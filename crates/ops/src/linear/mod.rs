@@ -39,6 +39,7 @@ mod pack;
 
 pub use ggml::GgmlType;
 pub use layout::TILE;
+pub(crate) use pack::dense_row;
 pub use pack::{DenseDtype, PackError, Source};
 
 use crate::{
@@ -177,7 +178,7 @@ impl Op for Linear {
 impl Linear {
     fn dense_product(&self, mem: &Mem, format: Format, weight: &[u8], row: usize, o: usize) -> f32 {
         let bytes = format.piece_bytes(self.x.width).unwrap_or_default();
-        let weight = pack::dense_row(format, &weight[o * bytes..][..bytes]);
+        let weight = dense_row(format, &weight[o * bytes..][..bytes]);
         let x = self.x.row(mem, row).x;
         x.iter().zip(weight).map(|(&x, w)| f64::from(x) * f64::from(w)).sum::<f64>() as f32
     }

@@ -276,7 +276,7 @@ impl Source<'_> {
 }
 
 /// Elements of a dense row, widened.
-pub(super) fn dense_row(format: Format, bytes: &[u8]) -> Vec<f32> {
+pub(crate) fn dense_row(format: Format, bytes: &[u8]) -> Vec<f32> {
     let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
     match format {
         Format::F16 => pairs().map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),

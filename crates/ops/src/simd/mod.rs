@@ -85,6 +85,19 @@ impl Isa {
         }
     }
 
+    /// [`Simd::DOT_ROWS`] of this set.
+    pub fn dot_rows(self) -> usize {
+        struct DotRows;
+        impl Kernel for DotRows {
+            type Output = usize;
+            #[inline(always)]
+            fn run<S: Simd>(self, _: S) -> usize {
+                S::DOT_ROWS
+            }
+        }
+        self.dispatch(DotRows)
+    }
+
     /// Runs a kernel compiled for this set.
     #[inline]
     pub fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
