@@ -2,8 +2,14 @@
 
 mod error;
 mod fields;
+#[cfg(test)]
+mod fuzz;
 mod keys;
 mod origin;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 
 pub mod draft_spec;
 pub mod files;
