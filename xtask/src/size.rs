@@ -16,8 +16,8 @@ pub fn print(root: &Path) -> std::io::Result<()> {
         for file in files(&dir, &[".rs", ".cu", ".wgsl"])? {
             let text = std::fs::read_to_string(&file)?;
             let split = text.find("#[cfg(test)]\nmod tests").unwrap_or(text.len());
-            let all_tests = file.ends_with("cases.rs")
-                || file.components().any(|c| c.as_os_str() == "tests");
+            let all_tests =
+                file.ends_with("cases.rs") || file.components().any(|c| c.as_os_str() == "tests");
             let (head, tail) = if all_tests { ("", &text[..]) } else { text.split_at(split) };
             code += head.lines().count();
             tests += tail.lines().count();

@@ -4,8 +4,8 @@
 //! no embedding and no head of its own; it borrows the target's.
 
 use ops::{
-    Act, ActDtype, AttnPrepare, Attention, BlockConv, BlockConvOut, Buf, Device, DeviceError, Embed,
-    HeadGate, KvPool, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
+    Act, ActDtype, Attention, AttnPrepare, BlockConv, BlockConvOut, Buf, Device, DeviceError,
+    Embed, HeadGate, KvPool, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
 };
 
 use crate::state::kv_pools;
@@ -337,5 +337,9 @@ fn head(dev: &mut dyn Device, d: &Draft, target: &Target, s: &DraftState, lanes:
     let x = Act { buf: s.xn.buf.rows(first, rows - first, s.xn.row_bytes()), ..s.xn };
     let vocab = target.lm_head.n;
     let out = s.logits.rows(first, rows - first, 4 * vocab);
-    dev.run(&Linear::new(x, rows - first, &[LinearPart { weight: target.lm_head, out, add: false }]));
+    dev.run(&Linear::new(
+        x,
+        rows - first,
+        &[LinearPart { weight: target.lm_head, out, add: false }],
+    ));
 }

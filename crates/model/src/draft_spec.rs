@@ -91,6 +91,16 @@ impl DraftSpec {
         Ok(spec)
     }
 
+    /// The geometry of a version 1 draft as far as config.json alone tells it. `file` is for errors.
+    ///
+    /// # Errors
+    /// As [`DraftSpec::from_checkpoint`].
+    pub fn from_config(file: &Path, config: &serde_json::Value) -> Result<DraftSpec, LoadError> {
+        let spec = config::parse(file, config, &Found::default())?;
+        spec.check(file)?;
+        Ok(spec)
+    }
+
     /// How many layers there are.
     pub fn num_hidden_layers(&self) -> usize {
         self.layers.len()

@@ -165,3 +165,66 @@ fn from_gguf(
         ..GenerationConfig::default()
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::files;
+    use crate::files::testing::{TempDir, safetensors};
+
+    fn of(json: &Value) -> Result<GenerationConfig, String> {
+        let fields = Fields::root(Path::new("g.json"), json).unwrap();
+        parse(&fields).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn fields() {
+        let g = of(&json!({
+            "eos_token_id": [7, 3, 7], "do_sample": true, "temperature": 0.6, "top_k": 20,
+            "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 1.5,
+            "pad_token_id": 1, "bos_token_id": null, "transformers_version": "5",
+            "typical_p": 0.9, "num_beams": null
+        }))
+        .unwrap();
+        assert_eq!(g.eos_token_ids, [3, 7]);
+        assert_eq!((g.temperature, g.top_k, g.top_p), (Some(0.6), Some(20), Some(0.95)));
+        assert_eq!((g.presence_penalty, g.frequency_penalty), (Some(1.5), None));
+        assert_eq!(g.ignored, ["typical_p"]);
+        assert_eq!(of(&json!({"eos_token_id": 5})).unwrap().eos_token_ids, [5]);
+        assert_eq!(of(&json!({"top_k": -1})).unwrap().top_k, Some(0));
+        for (field, bad) in [
+            ("temperature", json!(-0.1)),
+            ("temperature", json!("hot")),
+            ("top_p", json!(1.5)),
+            ("top_k", json!(-2)),
+            ("top_k", json!(0.5)),
+            ("repetition_penalty", json!(0)),
+            ("eos_token_id", json!([1, -2])),
+            ("do_sample", json!(1)),
+        ] {
+            let error = of(&json!({field: bad})).unwrap_err();
+            assert!(error.starts_with(&format!("g.json: {field}: expected")), "{error}");
+        }
+    }
+
+    #[test]
+    fn eos_falls_back_to_the_config() {
+        let dir = TempDir::new("generation");
+        dir.write("model.safetensors", safetensors(&[]));
+        let eos = |config: Value| {
+            dir.write("config.json", config.to_string());
+            let c = files::open(dir.path()).unwrap();
+            GenerationConfig::from_checkpoint(&c).unwrap().eos_token_ids
+        };
+        let both = json!({"eos_token_id": 2, "text_config": {"eos_token_id": 9}});
+        assert_eq!(eos(both.clone()), [9]);
+        assert_eq!(eos(json!({"eos_token_id": 2, "text_config": {}})), [2]);
+        assert_eq!(eos(json!({})), [0u32; 0]);
+        dir.write("generation_config.json", "{\"eos_token_id\": [4, 5]}");
+        assert_eq!(eos(both), [4, 5]);
+    }
+}

@@ -3,12 +3,18 @@
 mod draft;
 mod error;
 mod fields;
+#[cfg(test)]
+mod fuzz;
 mod keys;
 mod load;
 mod origin;
 mod scratch;
 mod state;
 mod target;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 
 pub mod draft_spec;
 pub mod files;
@@ -26,8 +32,8 @@ pub use error::LoadError;
 pub use load::{Failure, Progress};
 pub use names::Logical;
 pub use origin::{DraftSource, TargetSource};
-pub use source::{FloatDtype, Matrix, Source};
 pub use scratch::{AttentionScratch, GdnScratch, MlpScratch, Scratch, ScratchShape};
+pub use source::{FloatDtype, Matrix, Source};
 pub use state::{Cell, Lane, State, StateShape, page_table};
 pub use target::{
     AttentionShape, AttentionWeights, GdnWeights, Layer, Mixer, Mlp, Target, forward,

@@ -167,6 +167,18 @@ impl Names {
         Names::with(checkpoint, &DRAFT_PREFIXES, "fc.weight")
     }
 
+    /// HF's naming under a prefix.
+    #[cfg(test)]
+    pub(crate) fn hf(prefix: &'static str) -> Names {
+        Names { scheme: Scheme::Hf { prefix } }
+    }
+
+    /// GGUF's naming.
+    #[cfg(test)]
+    pub(crate) fn gguf() -> Names {
+        Names { scheme: Scheme::Gguf }
+    }
+
     /// The first prefix under which `probe` exists.
     fn with(checkpoint: &Checkpoint, prefixes: &[&'static str], probe: &str) -> Names {
         let scheme = match checkpoint.kind() {

@@ -110,7 +110,7 @@ pub struct Spec {
     /// Rows of the embedding table, and logits.
     pub vocab_size: usize,
     /// Ids that may be sampled are below this; the rest of the table is padding. `None` if the
-    /// checkpoint's headers don't say: then the tokenizer knows.
+    /// checkpoint comes without a tokenizer.
     pub real_vocab: Option<usize>,
     /// Width of the feed-forward layers.
     pub intermediate_size: usize,
@@ -139,11 +139,29 @@ impl Spec {
     /// # Errors
     /// If it is a draft or of another family, lacks a field, or needs what the kernels can't do.
     pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Spec, LoadError> {
-        let spec = match checkpoint.kind() {
+        let mut spec = match checkpoint.kind() {
             Kind::Safetensors => config::read(checkpoint)?,
             Kind::Gguf => gguf::read(checkpoint)?,
         };
         spec.check(&checkpoint.config_file())?;
+        spec.real_vocab = checkpoint.tokenizer().id_count()?;
+        if let Some(ids) = spec.real_vocab
+            && ids > spec.vocab_size
+        {
+            let expected = format!("at most {}, the rows of the embedding", spec.vocab_size);
+            return Err(LoadError::new(checkpoint.path(), "tokenizer ids", expected, ids));
+        }
+        Ok(spec)
+    }
+
+    /// The geometry as far as config.json alone tells it: not how norms are stored, nor whether the
+    /// table is tied if the file doesn't say. `file` is for errors.
+    ///
+    /// # Errors
+    /// As [`Spec::from_checkpoint`].
+    pub fn from_config(file: &Path, config: &serde_json::Value) -> Result<Spec, LoadError> {
+        let spec = config::parse(file, config)?;
+        spec.check(file)?;
         Ok(spec)
     }
 

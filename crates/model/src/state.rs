@@ -67,7 +67,11 @@ pub struct State {
 
 /// The page table that the pools of a model and its draft share: `[slots][max_pages]` u32. Each
 /// slot owns the pages `slot · max_pages ..`.
-pub fn page_table(dev: &mut dyn Device, slots: usize, max_pages: usize) -> Result<Buf, DeviceError> {
+pub fn page_table(
+    dev: &mut dyn Device,
+    slots: usize,
+    max_pages: usize,
+) -> Result<Buf, DeviceError> {
     let pages: Vec<u32> = (0..(slots * max_pages) as u32).collect();
     let table = dev.alloc(4 * pages.len(), "page table")?;
     dev.write(table, bytemuck::cast_slice(&pages));

@@ -145,7 +145,9 @@ pub fn forward(
         norm(dev, s.x, layer.input_norm, s.xn, rows, m.eps);
         match &layer.mixer {
             Mixer::Attention(k, w) => attention(dev, m, w, *k, state, s, lanes),
-            Mixer::GatedDelta(c, w) => gated_delta_net(dev, m, w, &state.cells[*c], s, lanes, commit),
+            Mixer::GatedDelta(c, w) => {
+                gated_delta_net(dev, m, w, &state.cells[*c], s, lanes, commit)
+            }
         }
         norm(dev, s.x, layer.post_norm, s.xn, rows, m.eps);
         mlp(dev, &layer.mlp, s, rows);
@@ -257,7 +259,15 @@ fn gated_delta_net(
         commit,
     });
     let dim = geometry.value_dim;
-    dev.run(&GatedNorm { x: b.mixed, gate: b.z, weight: w.norm, out: b.gated, rows, dim, eps: m.eps });
+    dev.run(&GatedNorm {
+        x: b.mixed,
+        gate: b.z,
+        weight: w.norm,
+        out: b.gated,
+        rows,
+        dim,
+        eps: m.eps,
+    });
     add_linear(dev, b.gated, rows, w.out, s.x);
 }
 

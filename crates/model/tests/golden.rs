@@ -60,7 +60,13 @@ fn exact_activations_give_the_reference_s_logits() {
         let d = last_positions(&mut rig, name);
         println!("{name}: mean {:.2e} max {:.2e} kl {:.2e}", d.mean, d.max, d.kl);
         // What is left is bf16 keys and values, and the order of sums.
-        assert!(d.mean < 0.02 && d.max < 0.2 && d.kl < 1e-4, "{name}: {} {} {}", d.mean, d.max, d.kl);
+        assert!(
+            d.mean < 0.02 && d.max < 0.2 && d.kl < 1e-4,
+            "{name}: {} {} {}",
+            d.mean,
+            d.max,
+            d.kl
+        );
     }
 }
 
@@ -88,13 +94,21 @@ fn the_residual_stream_follows_the_reference_layer_by_layer() {
         let features = rig.scratch.features;
         let mut row = vec![0f32; features.width];
         rig.dev.read(features.buf, bytemuck::cast_slice_mut(&mut row));
-        for (layer, want) in data["hidden_last"]["layers"].as_array().expect("layers").iter().enumerate() {
+        for (layer, want) in
+            data["hidden_last"]["layers"].as_array().expect("layers").iter().enumerate()
+        {
             let got = &row[layer * 576..][..576];
             let rms = (got.iter().map(|v| v * v).sum::<f32>() / 576.0).sqrt();
             let want_rms = want[1].as_f64().expect("rms") as f32;
-            assert!((rms / want_rms - 1.0).abs() < 5e-3, "{name} layer {layer}: rms {rms} want {want_rms}");
+            assert!(
+                (rms / want_rms - 1.0).abs() < 5e-3,
+                "{name} layer {layer}: rms {rms} want {want_rms}"
+            );
             for (i, (g, w)) in got.iter().zip(floats(&want[2])).enumerate() {
-                assert!((g - w).abs() < 0.02 * want_rms, "{name} layer {layer} [{i}]: {g} want {w}");
+                assert!(
+                    (g - w).abs() < 0.02 * want_rms,
+                    "{name} layer {layer} [{i}]: {g} want {w}"
+                );
             }
         }
     }
@@ -167,7 +181,11 @@ fn draft_rounds(rig: &mut Rig, name: &str, near_tie: f32) {
         for (i, row) in rig.propose(all[anchor_pos]).iter().enumerate() {
             let got = argmax(row);
             if got != want[i] {
-                assert!(margins[i] < near_tie, "{name} at {anchor_pos}+{i}: {got}, margin {}", margins[i]);
+                assert!(
+                    margins[i] < near_tie,
+                    "{name} at {anchor_pos}+{i}: {got}, margin {}",
+                    margins[i]
+                );
                 println!("{name} at {anchor_pos}+{i}: near tie, margin {}", margins[i]);
             }
         }

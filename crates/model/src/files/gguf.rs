@@ -103,7 +103,7 @@ pub fn parse(file: &Path, bytes: &Bytes) -> Result<Gguf, LoadError> {
 fn check_version(r: &mut Reader) -> Result<(), LoadError> {
     let magic = r.take(4)?;
     if magic != MAGIC {
-        return r.error("a file that starts with `GGUF`", format!("{:?}", magic.escape_ascii()));
+        return r.error("a file that starts with `GGUF`", magic.escape_ascii());
     }
     let version = r.u32()?;
     r.what = "version".to_owned();
@@ -245,7 +245,7 @@ impl<'a> Reader<'a> {
         let len = self.u64()?;
         let text = self.take(len)?;
         if std::str::from_utf8(text).is_err() {
-            return self.error("UTF-8 text", format!("{:?}", text.escape_ascii().to_string()));
+            return self.error("UTF-8 text", text.escape_ascii());
         }
         Ok(self.at - text.len()..self.at)
     }

@@ -1,7 +1,12 @@
 //! Where a checkpoint keeps its tokenizer and chat template.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+use super::Bytes;
 use super::gguf::Metadata;
 use crate::LoadError;
 
@@ -42,6 +47,93 @@ impl TokenizerSource {
         } else {
             TokenizerSource::None
         }
+    }
+}
+
+impl TokenizerSource {
+    /// One more than the highest id of the vocabulary; `None` if there is no tokenizer or it says
+    /// nothing. Rows of the embedding from there on are padding.
+    ///
+    /// # Errors
+    /// If the tokenizer's file is malformed.
+    pub fn id_count(&self) -> Result<Option<usize>, LoadError> {
+        match self {
+            TokenizerSource::None => Ok(None),
+            TokenizerSource::Folder { tokenizer, .. } => id_count(tokenizer),
+            TokenizerSource::Gguf(tokenizer) => {
+                const UNUSED: u64 = 5;
+                let types = tokenizer.token_types()?;
+                Ok(types.iter().rposition(|&t| t != UNUSED).map(|last| last + 1))
+            }
+        }
+    }
+}
+
+/// [`TokenizerSource::id_count`] of a tokenizer.json. Reads the ids and skips everything else, so that it
+/// costs a fraction of building the tokenizer.
+fn id_count(path: &Path) -> Result<Option<usize>, LoadError> {
+    let bytes = Bytes::map(path)?;
+    let file: IdsOfFile = serde_json::from_slice(&bytes)
+        .map_err(|e| LoadError::new(path, "file", "a tokenizer.json", e))?;
+    let added = file.added_tokens.iter().map(|t| t.id).max();
+    let last = added.max(file.model.and_then(|m| m.vocab.0));
+    match last {
+        Some(id) if id > crate::fields::MAX_ROWS => {
+            Err(LoadError::new(path, "ids", format!("ids up to {}", crate::fields::MAX_ROWS), id))
+        }
+        other => Ok(other.map(|id| id as usize + 1)),
+    }
+}
+
+#[derive(Deserialize)]
+struct IdsOfFile {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+    model: Option<IdsOfModel>,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u64,
+}
+
+#[derive(Deserialize)]
+struct IdsOfModel {
+    #[serde(default)]
+    vocab: HighestId,
+}
+
+/// The highest id of `{token: id}`, or of a list that holds the tokens in order.
+#[derive(Default)]
+struct HighestId(Option<u64>);
+
+impl<'de> Deserialize<'de> for HighestId {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<HighestId, D::Error> {
+        struct Ids;
+        impl<'de> Visitor<'de> for Ids {
+            type Value = HighestId;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an object of ids, or a list of tokens")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<HighestId, A::Error> {
+                let mut highest = None;
+                while let Some((_, id)) = map.next_entry::<IgnoredAny, u64>()? {
+                    highest = highest.max(Some(id));
+                }
+                Ok(HighestId(highest))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<HighestId, A::Error> {
+                let mut count = 0u64;
+                while seq.next_element::<IgnoredAny>()?.is_some() {
+                    count += 1;
+                }
+                Ok(HighestId(count.checked_sub(1)))
+            }
+        }
+        d.deserialize_any(Ids)
     }
 }
 

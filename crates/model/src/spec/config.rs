@@ -47,7 +47,11 @@ pub(crate) fn parse(file: &Path, config: &Value) -> Result<Spec, LoadError> {
                 Some(_) => text.size("head_dim")?,
                 None if hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
                 None => {
-                    return text.error("num_attention_heads", "a divisor of hidden_size", num_heads);
+                    return text.error(
+                        "num_attention_heads",
+                        "a divisor of hidden_size",
+                        num_heads,
+                    );
                 }
             };
             (head_dim, vec![LayerKind::Attention; num_layers(&text)?], None)

@@ -6,7 +6,7 @@ use ops::{GdnGeometry, HeadMap, RopePairing};
 use super::{Arch, AttentionSpec, CONV_KERNEL, LayerKind, RopeSpec, Spec, check_table};
 use crate::LoadError;
 use crate::fields::{MAX_LAYERS, MAX_ROWS, MAX_SIZE};
-use crate::files::{Checkpoint, TokenizerSource};
+use crate::files::Checkpoint;
 use crate::keys::Keys;
 use crate::names::{Logical, Names};
 
@@ -48,7 +48,7 @@ pub(super) fn read(checkpoint: &Checkpoint) -> Result<Spec, LoadError> {
         arch,
         hidden_size,
         vocab_size,
-        real_vocab: real_vocab(checkpoint, vocab_size)?,
+        real_vocab: None,
         intermediate_size: keys.size("feed_forward_length")?,
         rms_norm_eps: keys.positive("attention.layer_norm_rms_epsilon")? as f32,
         attention: AttentionSpec {
@@ -202,17 +202,4 @@ fn rope(
         Arch::Llama => RopePairing::Adjacent,
     };
     Ok(RopeSpec { theta: keys.positive("rope.freq_base")?, dims, scaling, pairing })
-}
-
-/// The end of the vocabulary without the unused tokens that fill up the table.
-fn real_vocab(checkpoint: &Checkpoint, vocab_size: usize) -> Result<Option<usize>, LoadError> {
-    const UNUSED: u64 = 5;
-    let TokenizerSource::Gguf(tokenizer) = checkpoint.tokenizer() else { return Ok(None) };
-    let types = tokenizer.token_types()?;
-    if types.len() > vocab_size {
-        let found = format!("{} tokens", types.len());
-        let expected = format!("at most {vocab_size}, the rows of the embedding");
-        return Err(LoadError::new(tokenizer.file(), "tokenizer.ggml.token_type", expected, found));
-    }
-    Ok(types.iter().rposition(|&t| t != UNUSED).map(|last| last + 1))
 }

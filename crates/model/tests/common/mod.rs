@@ -68,8 +68,8 @@ impl Rig {
         let shape = ScratchShape::of(&target, (CHUNK, LOGIT_ROWS), taps, act);
         let scratch = Scratch::new(&mut dev, &shape).expect("memory");
         let pages = (1, MAX_PAGES);
-        let draft_state = DraftState::new(&mut dev, &draft, &target, CHUNK, pages, table, act)
-            .expect("memory");
+        let draft_state =
+            DraftState::new(&mut dev, &draft, &target, CHUNK, pages, table, act).expect("memory");
         let step = dev.alloc(size_of::<LaneStep>(), "step").expect("memory");
         Rig { dev, target, draft, state, scratch, draft_state, lane: Lane::new(0), step }
     }

@@ -108,8 +108,9 @@ impl Op for BlockConv {
                     base[o * width + c] + dynamic[tap * groups + c / self.group]
                 };
                 let conv = |c: usize| {
-                    (0..taps.min(t + 1))
-                        .fold(0.0f32, |sum, o| kernel(o, c).mul_add(self.x.row(mem, row - o).x[c], sum))
+                    (0..taps.min(t + 1)).fold(0.0f32, |sum, o| {
+                        kernel(o, c).mul_add(self.x.row(mem, row - o).x[c], sum)
+                    })
                 };
                 match self.out {
                     BlockConvOut::Act(act) => {
