@@ -1,6 +1,8 @@
 //! The engine: a device, a target, perhaps a draft, and the memory of its lanes.
 
-use model::{Draft, DraftState, Lane, Scratch, ScratchShape, State, StateShape, Target, page_table};
+use model::{
+    Draft, DraftState, Lane, Scratch, ScratchShape, State, StateShape, Target, page_table,
+};
 use ops::{Buf, Commit, Device, DeviceError, LaneStep, Lanes, PAGE_TOKENS};
 
 use crate::drafter::Drafter;
@@ -17,7 +19,9 @@ pub enum EngineError {
     #[error("the prompt is empty: give at least one token")]
     EmptyPrompt,
     /// The prompt leaves no room for an answer.
-    #[error("the prompt has {tokens} tokens and the context holds {context}: shorten it or raise --context")]
+    #[error(
+        "the prompt has {tokens} tokens and the context holds {context}: shorten it or raise --context"
+    )]
     PromptTooLong {
         /// Tokens of the prompt.
         tokens: usize,
@@ -36,7 +40,9 @@ pub enum EngineError {
     #[error(transparent)]
     Sampling(#[from] SamplingError),
     /// The model's numbers are broken.
-    #[error("the model gave no finite logit at position {pos}: its weights or its files are damaged")]
+    #[error(
+        "the model gave no finite logit at position {pos}: its weights or its files are damaged"
+    )]
     Degenerate {
         /// Position of the row.
         pos: u32,
@@ -110,7 +116,8 @@ impl<D: Device> Engine<D> {
                 Some((draft, state))
             }
         };
-        let buffers = RoundBuffers::new(&mut dev, &target, draft.as_ref().map(|d| &d.0), slots, block)?;
+        let buffers =
+            RoundBuffers::new(&mut dev, &target, draft.as_ref().map(|d| &d.0), slots, block)?;
         let step = dev.alloc(slots * size_of::<LaneStep>(), "lane steps")?;
         Ok(Engine { dev, target, draft, drafter, state, scratch, buffers, step, options, block })
     }
@@ -192,13 +199,7 @@ impl<D: Device> Engine<D> {
     }
 
     /// Prepares a slot for an answer: sampling options, and the history that penalties count.
-    pub fn start(
-        &mut self,
-        slot: u32,
-        prompt: &[u32],
-        sampler: &Sampler,
-        stops: &[u32],
-    ) {
+    pub fn start(&mut self, slot: u32, prompt: &[u32], sampler: &Sampler, stops: &[u32]) {
         if let Drafter::Host(drafter) = &mut self.drafter {
             drafter.reset(prompt);
         }
