@@ -3,7 +3,7 @@
 mod common;
 
 use common::{BLOCK, GOLDENS, Rig, argmax, floats, golden, ids};
-use ops::ActDtype;
+use ops::{ActDtype, Device};
 
 /// Differences over the last positions of one prompt.
 struct Differences {
