@@ -271,7 +271,10 @@ fn product<S: Simd, C: Unpack, const U: usize, const SYM: bool, const R: usize>(
             for line in 0..codes / 64 {
                 s.prefetch(bytes.as_ptr().wrapping_add(AHEAD + 64 * line));
             }
-            let quants = std::array::from_fn(|r| &x[r].quants[g * ACT_GROUP + u * U..][..U]);
+            let mut quants: [&[i8]; R] = [&[]; R];
+            for r in 0..R {
+                quants[r] = &x[r].quants[g * ACT_GROUP + u * U..][..U];
+            }
             let dots = C::dots::<S, R, U>(s, bytes, quants);
             for r in 0..R {
                 let ones = s.splat(x[r].groups[g].sums[ActGroup::sum_index(units, u)]);
@@ -317,32 +320,35 @@ pub(super) fn params<S: Simd, const SYM: bool>(
     group: usize,
 ) -> [[S::F; 2]; 2] {
     let zero = s.splat(0.0);
-    let level_one = |at: usize| match layout.scale {
-        ScaleDtype::F32 => {
-            let x: &[f32] = bytemuck::cast_slice(&span[at..at + 4 * TILE]);
-            [s.load(x), s.load(&x[LANES..])]
-        }
-        ScaleDtype::Bf16 => s.load_bf16_pairs(&span[at..]),
-        ScaleDtype::F16 | ScaleDtype::TwoLevel => {
-            [s.load_f16(&span[at..]), s.load_f16(&span[at + 32..])]
-        }
-    };
-    let scale = level_one(0);
-    let bias = if SYM { [zero; 2] } else { level_one(layout.scale_bytes()) };
+    let scale = level_one(s, layout, span);
+    let bias = if SYM { [zero; 2] } else { level_one(s, layout, &span[layout.scale_bytes()..]) };
     if layout.scale != ScaleDtype::TwoLevel {
         return [scale, bias];
     }
-    let at = layout.sub_scales() + TILE * group;
+    let sub = &span[layout.sub_scales() + TILE * group..];
     if SYM {
-        let sub = [s.load_i8(&span[at..]), s.load_i8(&span[at + LANES..])];
+        let sub = [s.load_i8(sub), s.load_i8(&sub[LANES..])];
         return [[s.mul(scale[0], sub[0]), s.mul(scale[1], sub[1])], bias];
     }
-    let sub = [s.load_u8(&span[at..]), s.load_u8(&span[at + LANES..])];
-    let at = at + TILE * layout.span_groups();
-    let sub_bias = [s.load_u8(&span[at..]), s.load_u8(&span[at + LANES..])];
-    let minus = |a, b| s.sub(zero, s.mul(a, b));
+    let sub_bias = &sub[TILE * layout.span_groups()..];
+    let sub = [s.load_u8(sub), s.load_u8(&sub[LANES..])];
+    let sub_bias = [s.load_u8(sub_bias), s.load_u8(&sub_bias[LANES..])];
+    let bias = [s.mul(bias[0], sub_bias[0]), s.mul(bias[1], sub_bias[1])];
     [
         [s.mul(scale[0], sub[0]), s.mul(scale[1], sub[1])],
-        [minus(bias[0], sub_bias[0]), minus(bias[1], sub_bias[1])],
+        [s.sub(zero, bias[0]), s.sub(zero, bias[1])],
     ]
+}
+
+/// A vector of level-one scales, for both halves of the outputs.
+#[inline(always)]
+fn level_one<S: Simd>(s: S, layout: &Layout, x: &[u8]) -> [S::F; 2] {
+    match layout.scale {
+        ScaleDtype::F32 => {
+            let x: &[f32] = bytemuck::cast_slice(&x[..4 * TILE]);
+            [s.load(x), s.load(&x[LANES..])]
+        }
+        ScaleDtype::Bf16 => s.load_bf16_pairs(x),
+        ScaleDtype::F16 | ScaleDtype::TwoLevel => [s.load_f16(x), s.load_f16(&x[2 * LANES..])],
+    }
 }
