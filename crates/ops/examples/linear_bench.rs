@@ -1,7 +1,7 @@
 //! Speed of `linear` on the shapes of the bundled model and of a 27B model.
 //!
 //! `cargo run --release -p ops --example linear_bench -- [--format NAME] [--isa NAME] [--shape N]
-//! [--rows N]`. Weights are distinct matrices that together exceed the caches, so one row
+//! [--rows N] [--threads N] [--mib SIZE]`. Weights are distinct matrices that together exceed the caches (unless `--mib` says less), so one row
 //! measures memory; the line `read` is the same buffer read by plain loads. Each figure is the
 //! fastest of several passes over all matrices.
 
@@ -74,10 +74,17 @@ fn fill(dev: &mut Host, weight: &Weight) {
     });
 }
 
-fn shape(isa: Isa, threads: usize, format: Format, n: usize, k: usize, rows_list: &[usize]) {
+fn shape(
+    isa: Isa,
+    threads: usize,
+    format: Format,
+    (n, k): (usize, usize),
+    rows_list: &[usize],
+    size: usize,
+) {
     let mut dev = Host::new(isa, threads);
     let Some(bytes) = format.packed_bytes(n, k) else { return };
-    let count = (WEIGHTS / bytes).max(1);
+    let count = (size / bytes).max(1);
     let all = dev.alloc(count * bytes.next_multiple_of(64), "weights").expect("memory");
     let weights: Vec<Weight> = (0..count)
         .map(|i| Weight { buf: all.slice(i * bytes.next_multiple_of(64), bytes), format, n, k })
@@ -101,7 +108,7 @@ fn shape(isa: Isa, threads: usize, format: Format, n: usize, k: usize, rows_list
         for op in &ops[..1] {
             op.check().expect("a sound op");
         }
-        let passes = if rows > 64 { 3 } else { 7 };
+        let passes = number_of_passes(rows, used * bytes);
         let seconds = fastest(passes, || ops.iter().for_each(|op| dev.run(op)));
         dev.sync().expect("no failure");
         let each = seconds / used as f64;
@@ -149,6 +156,7 @@ fn main() {
     let rows = number("--rows").map_or(ROWS.to_vec(), |rows| vec![rows]);
     let threads = number("--threads").map_or(vec![1, 2], |threads| vec![threads]);
 
+    let size = number("--mib").map_or(WEIGHTS, |mib| mib << 20);
     read_speed(isa);
     for (name, format) in
         formats().into_iter().filter(|(name, _)| wanted == "all" || wanted == *name)
@@ -156,8 +164,13 @@ fn main() {
         for &threads in &threads {
             println!("{name} {format:?}, {}, {threads} threads", isa.name());
             for &(n, k) in &shapes {
-                shape(isa, threads, format, n, k, &rows);
+                shape(isa, threads, format, (n, k), &rows, size);
             }
         }
     }
+}
+
+/// More passes the shorter they are, since a pass that nothing disturbed is what counts.
+fn number_of_passes(rows: usize, bytes: usize) -> usize {
+    ((2 << 30) / (bytes * rows.max(4))).clamp(3, 400)
 }

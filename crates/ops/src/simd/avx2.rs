@@ -140,6 +140,14 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn load_f32(self, x: &[u8]) -> V {
+        // SAFETY: see the impl.
+        unsafe {
+            let [a, b] = words(x[..64].as_ptr());
+            [_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)]
+        }
+    }
+    #[inline(always)]
     fn load_f16(self, x: &[u8]) -> V {
         let x = &x[..32];
         // SAFETY: see the impl.
@@ -154,7 +162,7 @@ impl Simd for Avx2 {
     fn load_bf16_pairs(self, x: &[u8]) -> [V; 2] {
         // SAFETY: see the impl.
         unsafe {
-            let [a, b] = words(x);
+            let [a, b] = words(x[..64].as_ptr());
             let mask = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
             let low = [_mm256_slli_epi32::<16>(a), _mm256_slli_epi32::<16>(b)];
             let high = [_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)];
@@ -188,7 +196,7 @@ impl Simd for Avx2 {
         unsafe {
             let (shift, mask) =
                 (_mm_cvtsi32_si128(shift.cast_signed()), _mm256_set1_epi32(mask.cast_signed()));
-            let [a, b] = words(x);
+            let [a, b] = words(x[..64].as_ptr());
             let (a, b) = (_mm256_srl_epi32(a, shift), _mm256_srl_epi32(b, shift));
             numbers([_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)])
         }
@@ -203,20 +211,23 @@ impl Simd for Avx2 {
     const HIGH: f32 = 1.0;
 
     #[inline(always)]
-    fn dots_u4<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+    unsafe fn dots_u4<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
         /// Steps whose sums of pairs fit 16 bits: 8 · 2 · 15 · 128 < 2^15.
         const STEPS: usize = 8;
-        let codes = &codes[..16 * K];
-        // SAFETY: see the impl.
+        // SAFETY: the caller's.
         unsafe {
             let ones = _mm256_set1_epi16(1);
             let mut sums = [[_mm256_setzero_si256(); 4]; R];
             for block in 0..(K / 4).div_ceil(STEPS) {
                 let mut pairs = [[_mm256_setzero_si256(); 4]; R];
                 for i in block * STEPS..(K / 4).min((block + 1) * STEPS) {
-                    let codes = nibbles(&codes[64 * i..]);
+                    let codes = nibbles(codes.add(64 * i));
                     for r in 0..R {
-                        let four = four(&x[r][4 * i..]);
+                        let four = four(x[r].add(4 * i));
                         for j in 0..4 {
                             let products = _mm256_maddubs_epi16(codes[j], four);
                             pairs[r][j] = _mm256_add_epi16(pairs[r][j], products);
@@ -234,38 +245,42 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn dots_table<const R: usize, const K: usize>(
+    unsafe fn dots_table<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
+        codes: *const u8,
         table: &[u8; 16],
-        x: [&[i8]; R],
+        x: [*const i8; R],
     ) -> [[V; 2]; R] {
-        // SAFETY: see the impl.
+        // SAFETY: the caller's.
         unsafe {
             let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
             wide_dots::<R, K, Table>(Table(table), codes, x)
         }
     }
     #[inline(always)]
-    fn dots_u8<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
-        // SAFETY: see the impl.
+    unsafe fn dots_u8<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
         unsafe { wide_dots::<R, K, Bytes>(Bytes, codes, x) }
     }
 }
 
-// SAFETY of the functions below: their caller has an `Avx2`.
+// Safety of the functions below: their caller has an `Avx2`, and pointers are good for as many
+// bytes as is said.
 
 /// 16 words.
 #[inline(always)]
-unsafe fn words(x: &[u8]) -> [__m256i; 2] {
-    let x = &x[..64];
-    // SAFETY: in bounds.
-    unsafe { [_mm256_loadu_si256(x.as_ptr().cast()), _mm256_loadu_si256(x[32..].as_ptr().cast())] }
+unsafe fn words(x: *const u8) -> [__m256i; 2] {
+    // SAFETY: see above.
+    unsafe { [_mm256_loadu_si256(x.cast()), _mm256_loadu_si256(x.add(32).cast())] }
 }
 
 /// The low nibbles of 64 bytes, then the high ones.
 #[inline(always)]
-unsafe fn nibbles(x: &[u8]) -> [__m256i; 4] {
+unsafe fn nibbles(x: *const u8) -> [__m256i; 4] {
     // SAFETY: see above.
     unsafe {
         let mask = _mm256_set1_epi8(15);
@@ -281,10 +296,9 @@ unsafe fn nibbles(x: &[u8]) -> [__m256i; 4] {
 
 /// Four activations in every word.
 #[inline(always)]
-unsafe fn four(x: &[i8]) -> __m256i {
-    let x = &x[..4];
-    // SAFETY: in bounds.
-    unsafe { _mm256_set1_epi32(x.as_ptr().cast::<i32>().read_unaligned()) }
+unsafe fn four(x: *const i8) -> __m256i {
+    // SAFETY: see above.
+    unsafe { _mm256_set1_epi32(x.cast::<i32>().read_unaligned()) }
 }
 
 #[inline(always)]
@@ -311,8 +325,8 @@ unsafe fn all_numbers<const R: usize>(sums: [[__m256i; 4]; R]) -> [[V; 2]; R] {
 trait Unpack: Copy {
     const BYTES: usize;
     /// # Safety
-    /// The caller has an [`Avx2`].
-    unsafe fn unpack(self, codes: &[u8]) -> [__m256i; 4];
+    /// The caller has an [`Avx2`], and `codes` points to `BYTES` bytes.
+    unsafe fn unpack(self, codes: *const u8) -> [__m256i; 4];
 }
 
 /// Nibbles through a table.
@@ -325,7 +339,7 @@ struct Bytes;
 impl Unpack for Table {
     const BYTES: usize = 64;
     #[inline(always)]
-    unsafe fn unpack(self, codes: &[u8]) -> [__m256i; 4] {
+    unsafe fn unpack(self, codes: *const u8) -> [__m256i; 4] {
         // SAFETY: the caller's.
         unsafe {
             let [a, b, c, d] = nibbles(codes);
@@ -342,10 +356,10 @@ impl Unpack for Table {
 impl Unpack for Bytes {
     const BYTES: usize = 128;
     #[inline(always)]
-    unsafe fn unpack(self, codes: &[u8]) -> [__m256i; 4] {
+    unsafe fn unpack(self, codes: *const u8) -> [__m256i; 4] {
         // SAFETY: the caller's.
         unsafe {
-            let ([a, b], [c, d]) = (words(codes), words(&codes[64..]));
+            let ([a, b], [c, d]) = (words(codes), words(codes.add(64)));
             [a, b, c, d]
         }
     }
@@ -356,18 +370,17 @@ impl Unpack for Bytes {
 #[inline(always)]
 unsafe fn wide_dots<const R: usize, const K: usize, C: Unpack>(
     unpack: C,
-    codes: &[u8],
-    x: [&[i8]; R],
+    codes: *const u8,
+    x: [*const i8; R],
 ) -> [[V; 2]; R] {
-    let codes = &codes[..K / 4 * C::BYTES];
     // SAFETY: see above.
     unsafe {
         let low = _mm256_set1_epi16(255);
         let mut sums = [[_mm256_setzero_si256(); 4]; R];
         for i in 0..K / 4 {
-            let codes = unpack.unpack(&codes[i * C::BYTES..]);
+            let codes = unpack.unpack(codes.add(i * C::BYTES));
             for r in 0..R {
-                let four = four(&x[r][4 * i..]);
+                let four = four(x[r].add(4 * i));
                 let x_even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(four));
                 let x_odd = _mm256_srai_epi16::<8>(four);
                 for j in 0..4 {

@@ -140,6 +140,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn load_f32(self, x: &[u8]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_loadu_ps(x[..64].as_ptr().cast()) }
+    }
+    #[inline(always)]
     fn load_f16(self, x: &[u8]) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x[..32].as_ptr().cast())) }
@@ -191,36 +196,41 @@ impl Simd for Avx512 {
     const HIGH: f32 = 16.0;
 
     #[inline(always)]
-    fn dots_u4<const R: usize, const K: usize>(
+    unsafe fn dots_u4<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[__m512; 2]; R] {
-        let mut sums = self.dots::<R, K, Nibbles>(Nibbles, codes, x);
-        for r in 0..R {
-            // SAFETY: see the impl.
-            unsafe { sums[r][1] = _mm512_sub_epi32(sums[r][1], sums[r][0]) }
+        // SAFETY: the caller's.
+        unsafe {
+            let mut sums = dots::<R, K, Nibbles>(Nibbles, codes, x);
+            for r in 0..R {
+                sums[r][1] = _mm512_sub_epi32(sums[r][1], sums[r][0]);
+            }
+            numbers(sums)
         }
-        self.numbers(sums)
     }
     #[inline(always)]
-    fn dots_table<const R: usize, const K: usize>(
+    unsafe fn dots_table<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
+        codes: *const u8,
         table: &[u8; 16],
-        x: [&[i8]; R],
+        x: [*const i8; R],
     ) -> [[__m512; 2]; R] {
-        // SAFETY: see the impl.
-        let table = unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())) };
-        self.numbers(self.dots::<R, K, Table>(Table(table), codes, x))
+        // SAFETY: the caller's.
+        unsafe {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            numbers(dots::<R, K, Table>(Table(table), codes, x))
+        }
     }
     #[inline(always)]
-    fn dots_u8<const R: usize, const K: usize>(
+    unsafe fn dots_u8<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[__m512; 2]; R] {
-        self.numbers(self.dots::<R, K, Bytes>(Bytes, codes, x))
+        // SAFETY: the caller's.
+        unsafe { numbers(dots::<R, K, Bytes>(Bytes, codes, x)) }
     }
 }
 
@@ -279,55 +289,75 @@ impl Unpack for Bytes {
     }
 }
 
-impl Avx512 {
-    /// Sums over K inputs of the products of R rows with two vectors of bytes for each four inputs.
-    #[inline(always)]
-    fn dots<const R: usize, const K: usize, C: Unpack>(
-        self,
-        unpack: C,
-        codes: &[u8],
-        x: [&[i8]; R],
-    ) -> [[__m512i; 2]; R] {
-        /// One row alone would wait for each product's latency: two chains hide it.
-        const CHAINS: usize = 2;
-        let codes = &codes[..K / 4 * C::BYTES];
-        let mut rows = [x[0].as_ptr(); R];
-        for r in 0..R {
-            rows[r] = x[r][..K].as_ptr();
-        }
-        // SAFETY: see the impl; steps and rows stay inside the slices taken above.
-        unsafe {
-            let mut sums = [[[_mm512_setzero_si512(); 2]; R]; CHAINS];
-            for i in 0..K / 4 {
-                let [a, b] = unpack.unpack(codes.as_ptr().add(i * C::BYTES));
-                let chain = if R == 1 { i % CHAINS } else { 0 };
+/// Sums over K inputs of the products of R rows with two vectors of bytes for each four inputs.
+///
+/// # Safety
+/// The machine has the features. `codes` points to `K / 4 · C::BYTES` bytes, each of `x` to K
+/// activations; K is a multiple of 16.
+#[inline(always)]
+unsafe fn dots<const R: usize, const K: usize, C: Unpack>(
+    unpack: C,
+    codes: *const u8,
+    x: [*const i8; R],
+) -> [[__m512i; 2]; R] {
+    /// Few rows would wait for the latency of their products: more sums hide it.
+    const MOST: usize = 4;
+    let chains = match R {
+        1 | 2 => 4,
+        3 | 4 => 2,
+        _ => 1,
+    };
+    // SAFETY: the caller's.
+    unsafe {
+        let mut sums = [[[_mm512_setzero_si512(); 2]; R]; MOST];
+        // Spelled out four times: the compiler leaves the loop as it is, and its exit would be
+        // mispredicted every time.
+        macro_rules! step {
+            ($i:expr, $j:literal) => {
+                let [a, b] = unpack.unpack(codes.add(($i + $j) * C::BYTES));
+                let sums = &mut sums[$j % chains];
                 for r in 0..R {
-                    let four = rows[r].add(4 * i).cast::<i32>().read_unaligned();
+                    let four = x[r].add(4 * ($i + $j)).cast::<i32>().read_unaligned();
                     let four = _mm512_set1_epi32(four);
-                    sums[chain][r][0] = _mm512_dpbusd_epi32(sums[chain][r][0], a, four);
-                    sums[chain][r][1] = _mm512_dpbusd_epi32(sums[chain][r][1], b, four);
+                    sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], a, four);
+                    sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], b, four);
                 }
-            }
-            if R == 1 {
-                for half in 0..2 {
-                    sums[0][0][half] = _mm512_add_epi32(sums[0][0][half], sums[1][0][half]);
-                }
-            }
-            sums[0]
+            };
         }
+        for i in (0..K / 4).step_by(4) {
+            step!(i, 0);
+            step!(i, 1);
+            step!(i, 2);
+            step!(i, 3);
+        }
+        let mut stride = chains / 2;
+        while stride > 0 {
+            for chain in 0..stride {
+                for r in 0..R {
+                    for half in 0..2 {
+                        let other = sums[chain + stride][r][half];
+                        sums[chain][r][half] = _mm512_add_epi32(sums[chain][r][half], other);
+                    }
+                }
+            }
+            stride /= 2;
+        }
+        sums[0]
     }
+}
 
-    #[inline(always)]
-    fn numbers<const R: usize>(self, sums: [[__m512i; 2]; R]) -> [[__m512; 2]; R] {
-        // SAFETY: see the impl.
-        unsafe {
-            let mut numbers = [[_mm512_setzero_ps(); 2]; R];
-            for r in 0..R {
-                for half in 0..2 {
-                    numbers[r][half] = _mm512_cvtepi32_ps(sums[r][half]);
-                }
+/// # Safety
+/// The machine has the features.
+#[inline(always)]
+unsafe fn numbers<const R: usize>(sums: [[__m512i; 2]; R]) -> [[__m512; 2]; R] {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut numbers = [[_mm512_setzero_ps(); 2]; R];
+        for r in 0..R {
+            for half in 0..2 {
+                numbers[r][half] = _mm512_cvtepi32_ps(sums[r][half]);
             }
-            numbers
         }
+        numbers
     }
 }
