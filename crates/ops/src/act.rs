@@ -180,9 +180,13 @@ impl ActRowMut<'_> {
         let inputs = self.x.chunks_exact(ACT_GROUP).zip(self.quants.chunks_exact_mut(ACT_GROUP));
         for ((x, q), group) in inputs.zip(self.groups) {
             let zero = s.splat(0.0);
-            let v: [S::F; 4] = std::array::from_fn(|i| s.load(&x[i * LANES..]));
-            let a = v.map(|v| s.max(v, s.sub(zero, v)));
-            let max = s.reduce_max(s.max(s.max(a[0], a[1]), s.max(a[2], a[3])));
+            let mut v = [zero; 4];
+            let mut max = zero;
+            for i in 0..4 {
+                v[i] = s.load(&x[i * LANES..]);
+                max = s.max(s.max(v[i], s.sub(zero, v[i])), max);
+            }
+            let max = s.reduce_max(max);
             let inverse = s.splat(if max > 0.0 { 127.0 / max } else { 0.0 });
             let mut quarters = [0.0; 4];
             for i in 0..4 {

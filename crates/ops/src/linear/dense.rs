@@ -68,26 +68,30 @@ fn block<S: Simd, E: Element, const R: usize>(
     let mut sums = [[s.splat(0.0); OUTPUTS]; R];
     let whole = k / LANES * LANES;
     for i in (0..whole).step_by(LANES) {
-        let w = w.map(|w| E::load(s, &w[i..]));
+        let mut v = [s.splat(0.0); OUTPUTS];
+        for o in 0..OUTPUTS {
+            v[o] = E::load(s, &w[o][i..]);
+        }
         for r in 0..R {
             let x = s.load(&x[r][i..]);
             for o in 0..OUTPUTS {
-                sums[r][o] = s.fma(x, w[o], sums[r][o]);
+                sums[r][o] = s.fma(x, v[o], sums[r][o]);
             }
         }
     }
     if whole < k {
-        let w = w.map(|w| {
+        let mut v = [s.splat(0.0); OUTPUTS];
+        for o in 0..OUTPUTS {
             let mut padded = [bytemuck::Zeroable::zeroed(); LANES];
-            padded[..k - whole].copy_from_slice(&w[whole..]);
-            E::load(s, &padded)
-        });
+            padded[..k - whole].copy_from_slice(&w[o][whole..]);
+            v[o] = E::load(s, &padded);
+        }
         for r in 0..R {
             let mut padded = [0.0; LANES];
             padded[..k - whole].copy_from_slice(&x[r][whole..]);
             let x = s.load(&padded);
             for o in 0..OUTPUTS {
-                sums[r][o] = s.fma(x, w[o], sums[r][o]);
+                sums[r][o] = s.fma(x, v[o], sums[r][o]);
             }
         }
     }

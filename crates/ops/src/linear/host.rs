@@ -69,26 +69,46 @@ struct Tiles<'a> {
 }
 
 impl Tiles<'_> {
-    /// Each combination is a function of its own: together they would take minutes to compile.
+    /// One function for each combination that [`Layout::supported`] lets through.
     fn run(self, tiles: Range<usize>) {
-        let unit = self.layout.group.min(ACT_GROUP);
-        match (self.layout.codes, self.layout.symmetric, unit) {
-            (Codes::U4, false, 16) => self.rows::<U4, 16, false>(tiles),
-            (Codes::U4, false, 32) => self.rows::<U4, 32, false>(tiles),
-            (Codes::U4, false, 64) => self.rows::<U4, 64, false>(tiles),
-            (Codes::U4, true, 16) => self.rows::<U4, 16, true>(tiles),
-            (Codes::U4, true, 32) => self.rows::<U4, 32, true>(tiles),
-            (Codes::U8, false, 32) => self.rows::<U8, 32, false>(tiles),
-            (Codes::U8, false, 64) => self.rows::<U8, 64, false>(tiles),
-            (Codes::U8, true, 16) => self.rows::<U8, 16, true>(tiles),
-            (Codes::U8, true, 32) => self.rows::<U8, 32, true>(tiles),
-            (Codes::Iq4, true, 32) => self.rows::<Iq4, 32, true>(tiles),
-            _ => unreachable!("{:?}, which `Layout::supported` refuses", self.layout),
+        let Layout { codes, symmetric, group, scale } = self.layout;
+        macro_rules! choose {
+            ($($codes:ident $symmetric:literal $unit:literal $scale:ident;)*) => {
+                match (codes, symmetric, group.min(ACT_GROUP), scale) {
+                    $((Codes::$codes, $symmetric, $unit, ScaleDtype::$scale) => {
+                        self.rows::<$codes, $scale, $unit, $symmetric>(tiles);
+                    })*
+                    _ => unreachable!("{:?}, which `Layout::supported` refuses", self.layout),
+                }
+            };
+        }
+        choose! {
+            U4 false 16 TwoLevel;
+            U4 false 32 TwoLevel;
+            U4 false 32 F16;
+            U4 false 32 Bf16;
+            U4 false 32 F32;
+            U4 false 64 F16;
+            U4 false 64 Bf16;
+            U4 false 64 F32;
+            U4 true 16 TwoLevel;
+            U4 true 32 F16;
+            U8 false 32 TwoLevel;
+            U8 false 32 F16;
+            U8 false 32 Bf16;
+            U8 false 32 F32;
+            U8 false 64 F16;
+            U8 false 64 Bf16;
+            U8 false 64 F32;
+            U8 true 16 TwoLevel;
+            U8 true 32 F16;
+            Iq4 true 32 F16;
+            Iq4 true 32 TwoLevel;
         }
     }
 
     /// All rows, in blocks. `U` is the unit (see the module), `SYM` whether there are no biases.
-    fn rows<C: Unpack, const U: usize, const SYM: bool>(self, tiles: Range<usize>) {
+    fn rows<C: Unpack, L: Scales, const U: usize, const SYM: bool>(self, tiles: Range<usize>) {
         let most = self.isa.dot_rows();
         let cached = if self.op.rows <= most { tiles.len() } else { (CACHED / self.bytes).max(1) };
         for first in tiles.clone().step_by(cached) {
@@ -96,11 +116,10 @@ impl Tiles<'_> {
             for row in (0..self.op.rows).step_by(most) {
                 let tiles = tiles.clone();
                 match (self.op.rows - row).min(most) {
-                    1 => self.isa.dispatch(Block::<C, U, SYM, 1>::new(self, tiles, row)),
-                    2 => self.isa.dispatch(Block::<C, U, SYM, 2>::new(self, tiles, row)),
-                    3 | 4 => self.isa.dispatch(Block::<C, U, SYM, 4>::new(self, tiles, row)),
-                    5 | 6 => self.isa.dispatch(Block::<C, U, SYM, 6>::new(self, tiles, row)),
-                    _ => self.isa.dispatch(Block::<C, U, SYM, 8>::new(self, tiles, row)),
+                    1 => self.isa.dispatch(Block::<C, L, U, SYM, 1>::new(self, tiles, row)),
+                    2 => self.isa.dispatch(Block::<C, L, U, SYM, 2>::new(self, tiles, row)),
+                    3 | 4 => self.isa.dispatch(Block::<C, L, U, SYM, 4>::new(self, tiles, row)),
+                    _ => self.isa.dispatch(Block::<C, L, U, SYM, 8>::new(self, tiles, row)),
                 }
             }
         }
@@ -108,21 +127,21 @@ impl Tiles<'_> {
 }
 
 /// Up to R rows from `row` and some tiles.
-struct Block<'a, C, const U: usize, const SYM: bool, const R: usize> {
+struct Block<'a, C, L, const U: usize, const SYM: bool, const R: usize> {
     tiles: Tiles<'a>,
     range: Range<usize>,
     row: usize,
-    codes: PhantomData<C>,
+    kind: PhantomData<(C, L)>,
 }
 
-impl<'a, C, const U: usize, const SYM: bool, const R: usize> Block<'a, C, U, SYM, R> {
+impl<'a, C, L, const U: usize, const SYM: bool, const R: usize> Block<'a, C, L, U, SYM, R> {
     fn new(tiles: Tiles<'a>, range: Range<usize>, row: usize) -> Self {
-        Block { tiles, range, row, codes: PhantomData }
+        Block { tiles, range, row, kind: PhantomData }
     }
 }
 
-impl<C: Unpack, const U: usize, const SYM: bool, const R: usize> Kernel
-    for Block<'_, C, U, SYM, R>
+impl<C: Unpack, L: Scales, const U: usize, const SYM: bool, const R: usize> Kernel
+    for Block<'_, C, L, U, SYM, R>
 {
     type Output = ();
 
@@ -135,11 +154,17 @@ impl<C: Unpack, const U: usize, const SYM: bool, const R: usize> Kernel
         }
         let Tiles { op, mem, part, layout, bytes, .. } = self.tiles;
         let rows = R.min(op.rows - self.row);
-        let x = std::array::from_fn(|r| op.x.row(mem, self.row + r.min(rows - 1)));
+        let x: [Row; R] = std::array::from_fn(|r| {
+            let ActRow { quants, groups, .. } = op.x.row(mem, self.row + r.min(rows - 1));
+            Row { quants: quants.as_ptr(), groups: groups.as_ptr() }
+        });
         let weight = mem.get::<u8>(part.weight.buf);
         for tile in self.range {
             let bytes = &weight[tile * bytes..][..bytes];
-            let sums = product::<S, C, U, SYM, R>(s, &layout, bytes, &x);
+            // SAFETY: rows of an `Act` have `width` quants and a group for each 64 of them.
+            let sums = unsafe {
+                product::<S, C, L, U, SYM, R>(s, &layout, bytes, x, op.x.width / ACT_GROUP)
+            };
             for r in 0..rows {
                 store(s, part, mem, self.row + r, tile, sums[r]);
             }
@@ -178,10 +203,12 @@ trait Unpack {
     const ZERO: f32;
     /// By how much the products of outputs 16..32 are too large.
     fn high<S: Simd>() -> f32;
-    fn dots<S: Simd, const R: usize, const K: usize>(
+    /// # Safety
+    /// That of [`Simd::dots_u4`] or its like.
+    unsafe fn dots<S: Simd, const R: usize, const K: usize>(
         s: S,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[S::F; 2]; R];
 }
 
@@ -196,12 +223,13 @@ impl Unpack for U4 {
         S::HIGH
     }
     #[inline(always)]
-    fn dots<S: Simd, const R: usize, const K: usize>(
+    unsafe fn dots<S: Simd, const R: usize, const K: usize>(
         s: S,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[S::F; 2]; R] {
-        s.dots_u4::<R, K>(codes, x)
+        // SAFETY: the caller's.
+        unsafe { s.dots_u4::<R, K>(codes, x) }
     }
 }
 
@@ -212,12 +240,13 @@ impl Unpack for U8 {
         1.0
     }
     #[inline(always)]
-    fn dots<S: Simd, const R: usize, const K: usize>(
+    unsafe fn dots<S: Simd, const R: usize, const K: usize>(
         s: S,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[S::F; 2]; R] {
-        s.dots_u8::<R, K>(codes, x)
+        // SAFETY: the caller's.
+        unsafe { s.dots_u8::<R, K>(codes, x) }
     }
 }
 
@@ -228,10 +257,10 @@ impl Unpack for Iq4 {
         1.0
     }
     #[inline(always)]
-    fn dots<S: Simd, const R: usize, const K: usize>(
+    unsafe fn dots<S: Simd, const R: usize, const K: usize>(
         s: S,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[S::F; 2]; R] {
         const TABLE: [u8; 16] = {
             let mut table = [0; 16];
@@ -242,39 +271,71 @@ impl Unpack for Iq4 {
             }
             table
         };
-        s.dots_table::<R, K>(codes, &TABLE, x)
+        // SAFETY: the caller's.
+        unsafe { s.dots_table::<R, K>(codes, &TABLE, x) }
     }
 }
 
-/// R rows times one tile.
+/// The activations of one row.
+#[derive(Clone, Copy)]
+struct Row {
+    quants: *const i8,
+    groups: *const ActGroup,
+}
+
+/// R rows of `groups` groups times one tile.
+///
+/// # Safety
+/// The rows are that long.
 #[inline(always)]
-fn product<S: Simd, C: Unpack, const U: usize, const SYM: bool, const R: usize>(
+unsafe fn product<
+    S: Simd,
+    C: Unpack,
+    L: Scales,
+    const U: usize,
+    const SYM: bool,
+    const R: usize,
+>(
     s: S,
     layout: &Layout,
     tile: &[u8],
-    x: &[ActRow; R],
+    x: [Row; R],
+    groups: usize,
 ) -> [[S::F; 2]; R] {
     let zero = s.splat(0.0);
     let mut sums = [[zero; 2]; R];
-    let units = ACT_GROUP / U;
-    let span_bytes = layout.span_bytes();
-    let (header, codes) = (layout.header_bytes(), layout.code_bytes(U));
+    let (span_bytes, header) = (layout.span_bytes(), layout.header_bytes());
+    let codes = layout.code_bytes(U);
     // Units of one span, and the place of the next unit: its span and the unit in it.
     let span_units = layout.span() / U;
-    let (mut span, mut at) = (tile, 0);
-    for g in 0..x[0].groups.len() {
+    let (mut span, mut at) = (tile.as_ptr(), 0);
+    assert!(
+        tile.len() * (span_units * U) == groups * ACT_GROUP * span_bytes,
+        "a tile of {} bytes for {groups} groups in {layout:?}",
+        tile.len()
+    );
+    for g in 0..groups {
         let mut t = [[zero; 2]; R];
-        for u in 0..units {
-            let [scale, bias] = params::<S, SYM>(s, layout, span, at * U / layout.group);
+        for u in 0..ACT_GROUP / U {
+            // SAFETY: the tile holds all units of all spans, checked above; rows are the caller's.
+            let dots = unsafe {
+                let codes = span.add(header + at * codes);
+                for line in 0..16 * U / 64 {
+                    s.prefetch(codes.wrapping_add(AHEAD + 64 * line));
+                }
+                let mut quants = [x[0].quants; R];
+                for r in 0..R {
+                    quants[r] = x[r].quants.add(g * ACT_GROUP + u * U);
+                }
+                C::dots::<S, R, U>(s, codes, quants)
+            };
+            // SAFETY: as above.
+            let [scale, bias] = unsafe { L::load::<S, SYM>(s, layout, span, at) };
             let scale = [scale[0], s.mul(scale[1], s.splat(1.0 / C::high::<S>()))];
-            let bytes = &span[header + at * codes..][..codes];
-            for line in 0..codes / 64 {
-                s.prefetch(bytes.as_ptr().wrapping_add(AHEAD + 64 * line));
-            }
-            let quants = std::array::from_fn(|r| &x[r].quants[g * ACT_GROUP + u * U..][..U]);
-            let dots = C::dots::<S, R, U>(s, bytes, quants);
             for r in 0..R {
-                let ones = s.splat(x[r].groups[g].sums[ActGroup::sum_index(units, u)]);
+                // SAFETY: the caller's.
+                let group = unsafe { &*x[r].groups.add(g) };
+                let ones = s.splat(group.sums[ActGroup::sum_index(ACT_GROUP / U, u)]);
                 for half in 0..2 {
                     let high = if half == 0 { 1.0 } else { C::high::<S>() };
                     let dot = if SYM {
@@ -295,11 +356,13 @@ fn product<S: Simd, C: Unpack, const U: usize, const SYM: bool, const R: usize>(
             at += 1;
             if at == span_units {
                 at = 0;
-                span = &span[span_bytes..];
+                // SAFETY: at most one past the end of the tile.
+                span = unsafe { span.add(span_bytes) };
             }
         }
         for r in 0..R {
-            let scale = s.splat(x[r].groups[g].scale);
+            // SAFETY: the caller's.
+            let scale = s.splat(unsafe { (*x[r].groups.add(g)).scale });
             for half in 0..2 {
                 sums[r][half] = s.fma(scale, t[r][half], sums[r][half]);
             }
@@ -308,7 +371,96 @@ fn product<S: Simd, C: Unpack, const U: usize, const SYM: bool, const R: usize>(
     sums
 }
 
-/// Scales and biases of both halves of the outputs for group `group` of a span.
+/// How scales are read.
+pub(super) trait Scales {
+    /// Scales and biases of both halves of the outputs from the header of a span. `group` says
+    /// which, if the header is of two levels.
+    ///
+    /// # Safety
+    /// `span` points to the header of a span of this layout, which has that group.
+    unsafe fn load<S: Simd, const SYM: bool>(
+        s: S,
+        layout: &Layout,
+        span: *const u8,
+        group: usize,
+    ) -> [[S::F; 2]; 2];
+}
+
+struct F32;
+struct F16;
+struct Bf16;
+struct TwoLevel;
+
+/// `N` bytes.
+///
+/// # Safety
+/// They are there.
+#[inline(always)]
+unsafe fn bytes<'a, const N: usize>(x: *const u8) -> &'a [u8; N] {
+    // SAFETY: the caller's.
+    unsafe { &*x.cast() }
+}
+
+macro_rules! one_level {
+    ($name:ident, $size:literal, |$s:ident, $x:ident| $load:expr) => {
+        impl Scales for $name {
+            #[inline(always)]
+            unsafe fn load<S: Simd, const SYM: bool>(
+                $s: S,
+                _: &Layout,
+                span: *const u8,
+                _: usize,
+            ) -> [[S::F; 2]; 2] {
+                // SAFETY: the caller's.
+                let $x = unsafe { bytes::<{ TILE * $size }>(span) };
+                let scale = $load;
+                if SYM {
+                    return [scale, [$s.splat(0.0); 2]];
+                }
+                // SAFETY: the caller's.
+                let $x = unsafe { bytes::<{ TILE * $size }>(span.add(TILE * $size)) };
+                [scale, $load]
+            }
+        }
+    };
+}
+
+one_level!(F16, 2, |s, x| [s.load_f16(x), s.load_f16(&x[2 * LANES..])]);
+one_level!(Bf16, 2, |s, x| s.load_bf16_pairs(x));
+one_level!(F32, 4, |s, x| [s.load_f32(x), s.load_f32(&x[4 * LANES..])]);
+
+impl Scales for TwoLevel {
+    #[inline(always)]
+    unsafe fn load<S: Simd, const SYM: bool>(
+        s: S,
+        layout: &Layout,
+        span: *const u8,
+        group: usize,
+    ) -> [[S::F; 2]; 2] {
+        // SAFETY: the caller's.
+        let ([scale, bias], sub) = unsafe {
+            (F16::load::<S, SYM>(s, layout, span, 0), span.add(layout.sub_scales() + TILE * group))
+        };
+        // SAFETY: the caller's.
+        let x = unsafe { bytes::<TILE>(sub) };
+        if SYM {
+            let sub = [s.load_i8(x), s.load_i8(&x[LANES..])];
+            return [[s.mul(scale[0], sub[0]), s.mul(scale[1], sub[1])], bias];
+        }
+        let sub_scale = [s.load_u8(x), s.load_u8(&x[LANES..])];
+        // SAFETY: the caller's.
+        let x = unsafe { bytes::<TILE>(sub.add(TILE * layout.span_groups())) };
+        let sub_bias = [s.load_u8(x), s.load_u8(&x[LANES..])];
+        let bias = [s.mul(bias[0], sub_bias[0]), s.mul(bias[1], sub_bias[1])];
+        let zero = s.splat(0.0);
+        [
+            [s.mul(scale[0], sub_scale[0]), s.mul(scale[1], sub_scale[1])],
+            [s.sub(zero, bias[0]), s.sub(zero, bias[1])],
+        ]
+    }
+}
+
+/// [`Scales::load`] where speed does not matter.
 #[inline(always)]
 pub(super) fn params<S: Simd, const SYM: bool>(
     s: S,
@@ -316,33 +468,14 @@ pub(super) fn params<S: Simd, const SYM: bool>(
     span: &[u8],
     group: usize,
 ) -> [[S::F; 2]; 2] {
-    let zero = s.splat(0.0);
-    let level_one = |at: usize| match layout.scale {
-        ScaleDtype::F32 => {
-            let x: &[f32] = bytemuck::cast_slice(&span[at..at + 4 * TILE]);
-            [s.load(x), s.load(&x[LANES..])]
+    assert!(span.len() >= layout.header_bytes() && group < layout.span_groups());
+    // SAFETY: the header is there, and it has that group.
+    unsafe {
+        match layout.scale {
+            ScaleDtype::F16 => F16::load::<S, SYM>(s, layout, span.as_ptr(), group),
+            ScaleDtype::Bf16 => Bf16::load::<S, SYM>(s, layout, span.as_ptr(), group),
+            ScaleDtype::F32 => F32::load::<S, SYM>(s, layout, span.as_ptr(), group),
+            ScaleDtype::TwoLevel => TwoLevel::load::<S, SYM>(s, layout, span.as_ptr(), group),
         }
-        ScaleDtype::Bf16 => s.load_bf16_pairs(&span[at..]),
-        ScaleDtype::F16 | ScaleDtype::TwoLevel => {
-            [s.load_f16(&span[at..]), s.load_f16(&span[at + 32..])]
-        }
-    };
-    let scale = level_one(0);
-    let bias = if SYM { [zero; 2] } else { level_one(layout.scale_bytes()) };
-    if layout.scale != ScaleDtype::TwoLevel {
-        return [scale, bias];
     }
-    let at = layout.sub_scales() + TILE * group;
-    if SYM {
-        let sub = [s.load_i8(&span[at..]), s.load_i8(&span[at + LANES..])];
-        return [[s.mul(scale[0], sub[0]), s.mul(scale[1], sub[1])], bias];
-    }
-    let sub = [s.load_u8(&span[at..]), s.load_u8(&span[at + LANES..])];
-    let at = at + TILE * layout.span_groups();
-    let sub_bias = [s.load_u8(&span[at..]), s.load_u8(&span[at + LANES..])];
-    let minus = |a, b| s.sub(zero, s.mul(a, b));
-    [
-        [s.mul(scale[0], sub[0]), s.mul(scale[1], sub[1])],
-        [minus(bias[0], sub_bias[0]), minus(bias[1], sub_bias[1])],
-    ]
 }

@@ -46,9 +46,12 @@ impl Layout {
     /// Whether kernels know this combination: those that some checkpoint format needs.
     pub(crate) fn supported(&self) -> bool {
         let two_level = self.scale == ScaleDtype::TwoLevel;
+        let half = self.scale == ScaleDtype::F16;
         match (self.codes, self.symmetric, self.group) {
-            (Codes::U4, _, 16) | (Codes::U8, true, 16) => true,
-            (Codes::U4 | Codes::U8, _, 32) | (Codes::Iq4, true, 32) => true,
+            (Codes::U4, _, 16) | (Codes::U8, true, 16) => two_level,
+            (Codes::U4 | Codes::U8, false, 32) => true,
+            (Codes::U4 | Codes::U8, true, 32) => half,
+            (Codes::Iq4, true, 32) => half || two_level,
             (Codes::U4 | Codes::U8, false, 64 | 128) => !two_level,
             _ => false,
         }

@@ -173,19 +173,36 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn load_f32(self, x: &[u8]) -> V {
+        // SAFETY: see the impl.
+        unsafe {
+            let [a, b] = words(x[..64].as_ptr());
+            [_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)]
+        }
+    }
+    #[inline(always)]
     fn load_f16(self, x: &[u8]) -> V {
         let x = &x[..32];
         // SAFETY: see the impl.
-        unsafe { [0, 16].map(|i| _mm256_cvtph_ps(_mm_loadu_si128(x[i..].as_ptr().cast()))) }
+        unsafe {
+            [
+                _mm256_cvtph_ps(_mm_loadu_si128(x.as_ptr().cast())),
+                _mm256_cvtph_ps(_mm_loadu_si128(x[16..].as_ptr().cast())),
+            ]
+        }
     }
     #[inline(always)]
     fn load_bf16_pairs(self, x: &[u8]) -> [V; 2] {
         // SAFETY: see the impl.
         unsafe {
-            let pairs = words(x);
+            let [a, b] = words(x[..64].as_ptr());
             let mask = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
-            let low = pairs.map(|x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x)));
-            [low, pairs.map(|x| _mm256_castsi256_ps(_mm256_and_si256(x, mask)))]
+            let low = [_mm256_slli_epi32::<16>(a), _mm256_slli_epi32::<16>(b)];
+            let high = [_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)];
+            [
+                [_mm256_castsi256_ps(low[0]), _mm256_castsi256_ps(low[1])],
+                [_mm256_castsi256_ps(high[0]), _mm256_castsi256_ps(high[1])],
+            ]
         }
     }
     #[inline(always)]
@@ -193,10 +210,8 @@ impl Simd for Avx2 {
         let x = &x[..LANES];
         // SAFETY: see the impl.
         unsafe {
-            [0, 8].map(|i| {
-                let bytes = _mm_loadl_epi64(x[i..].as_ptr().cast());
-                _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes))
-            })
+            let x = _mm_loadu_si128(x.as_ptr().cast());
+            numbers([_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(x))])
         }
     }
     #[inline(always)]
@@ -204,10 +219,8 @@ impl Simd for Avx2 {
         let x = &x[..LANES];
         // SAFETY: see the impl.
         unsafe {
-            [0, 8].map(|i| {
-                let bytes = _mm_loadl_epi64(x[i..].as_ptr().cast());
-                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
-            })
+            let x = _mm_loadu_si128(x.as_ptr().cast());
+            numbers([_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(x))])
         }
     }
     #[inline(always)]
@@ -216,7 +229,9 @@ impl Simd for Avx2 {
         unsafe {
             let (shift, mask) =
                 (_mm_cvtsi32_si128(shift.cast_signed()), _mm256_set1_epi32(mask.cast_signed()));
-            words(x).map(|x| _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(x, shift), mask)))
+            let [a, b] = words(x[..64].as_ptr());
+            let (a, b) = (_mm256_srl_epi32(a, shift), _mm256_srl_epi32(b, shift));
+            numbers([_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)])
         }
     }
     #[inline(always)]
@@ -229,138 +244,189 @@ impl Simd for Avx2 {
     const HIGH: f32 = 1.0;
 
     #[inline(always)]
-    fn dots_u4<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+    unsafe fn dots_u4<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
         /// Steps whose sums of pairs fit 16 bits: 8 · 2 · 15 · 128 < 2^15.
         const STEPS: usize = 8;
-        let codes = &codes[..16 * K];
-        let x = x.map(|x| &x[..K]);
-        // SAFETY: see the impl.
+        // SAFETY: the caller's.
         unsafe {
-            let (ones, mask) = (_mm256_set1_epi16(1), _mm256_set1_epi8(15));
+            let ones = _mm256_set1_epi16(1);
             let mut sums = [[_mm256_setzero_si256(); 4]; R];
-            for (block, codes) in codes.chunks(64 * STEPS).enumerate() {
+            for block in 0..(K / 4).div_ceil(STEPS) {
                 let mut pairs = [[_mm256_setzero_si256(); 4]; R];
-                for (i, codes) in codes.chunks_exact(64).enumerate() {
-                    let both = words(codes);
-                    let low = both.map(|x| _mm256_and_si256(x, mask));
-                    let high = both.map(|x| _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask));
-                    let codes = [low[0], low[1], high[0], high[1]];
+                for i in block * STEPS..(K / 4).min((block + 1) * STEPS) {
+                    let codes = nibbles(codes.add(64 * i));
                     for r in 0..R {
-                        let four = four(&x[r][4 * (STEPS * block + i)..]);
-                        for (pairs, codes) in pairs[r].iter_mut().zip(codes) {
-                            let products = _mm256_maddubs_epi16(codes, four);
-                            *pairs = _mm256_add_epi16(*pairs, products);
+                        let four = four(x[r].add(4 * i));
+                        for j in 0..4 {
+                            let products = _mm256_maddubs_epi16(codes[j], four);
+                            pairs[r][j] = _mm256_add_epi16(pairs[r][j], products);
                         }
                     }
                 }
-                for (sums, pairs) in sums.iter_mut().flatten().zip(pairs.iter().flatten()) {
-                    *sums = _mm256_add_epi32(*sums, _mm256_madd_epi16(*pairs, ones));
+                for r in 0..R {
+                    for j in 0..4 {
+                        let products = _mm256_madd_epi16(pairs[r][j], ones);
+                        sums[r][j] = _mm256_add_epi32(sums[r][j], products);
+                    }
                 }
             }
-            numbers(sums)
+            all_numbers(sums)
         }
     }
     #[inline(always)]
-    fn dots_table<const R: usize, const K: usize>(
+    unsafe fn dots_table<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
+        codes: *const u8,
         table: &[u8; 16],
-        x: [&[i8]; R],
+        x: [*const i8; R],
     ) -> [[V; 2]; R] {
-        // SAFETY: see the impl.
+        // SAFETY: the caller's.
         unsafe {
             let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
-            let mask = _mm256_set1_epi8(15);
-            wide_dots::<R, K>(codes, 64, x, |codes| {
-                let both = words(codes);
-                let low = both.map(|x| _mm256_and_si256(x, mask));
-                let high = both.map(|x| _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask));
-                [low[0], low[1], high[0], high[1]].map(|x| _mm256_shuffle_epi8(table, x))
-            })
+            wide_dots::<R, K, Table>(Table(table), codes, x)
         }
     }
     #[inline(always)]
-    fn dots_u8<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
-        // SAFETY: see the impl.
-        unsafe {
-            wide_dots::<R, K>(codes, 128, x, |codes| {
-                let (a, b) = (words(codes), words(&codes[64..]));
-                [a[0], a[1], b[0], b[1]]
-            })
-        }
+    unsafe fn dots_u8<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
+        unsafe { wide_dots::<R, K, Bytes>(Bytes, codes, x) }
     }
 }
 
+// Safety of the functions below: their caller has an `Avx2`, and pointers are good for as many
+// bytes as is said.
+
 /// 16 words.
-///
-/// # Safety
-/// The machine has AVX2.
 #[inline(always)]
-unsafe fn words(x: &[u8]) -> [__m256i; 2] {
-    let x = &x[..64];
-    // SAFETY: the caller's; in bounds.
-    [0, 32].map(|i| unsafe { _mm256_loadu_si256(x[i..].as_ptr().cast()) })
+unsafe fn words(x: *const u8) -> [__m256i; 2] {
+    // SAFETY: see above.
+    unsafe { [_mm256_loadu_si256(x.cast()), _mm256_loadu_si256(x.add(32).cast())] }
+}
+
+/// The low nibbles of 64 bytes, then the high ones.
+#[inline(always)]
+unsafe fn nibbles(x: *const u8) -> [__m256i; 4] {
+    // SAFETY: see above.
+    unsafe {
+        let mask = _mm256_set1_epi8(15);
+        let [a, b] = words(x);
+        [
+            _mm256_and_si256(a, mask),
+            _mm256_and_si256(b, mask),
+            _mm256_and_si256(_mm256_srli_epi16::<4>(a), mask),
+            _mm256_and_si256(_mm256_srli_epi16::<4>(b), mask),
+        ]
+    }
 }
 
 /// Four activations in every word.
-///
-/// # Safety
-/// The machine has AVX2.
 #[inline(always)]
-unsafe fn four(x: &[i8]) -> __m256i {
-    // SAFETY: the caller's.
-    unsafe {
-        _mm256_set1_epi32(i32::from_ne_bytes([x[0], x[1], x[2], x[3]].map(i8::cast_unsigned)))
-    }
+unsafe fn four(x: *const i8) -> __m256i {
+    // SAFETY: see above.
+    unsafe { _mm256_set1_epi32(x.cast::<i32>().read_unaligned()) }
+}
+
+#[inline(always)]
+unsafe fn numbers(x: [__m256i; 2]) -> V {
+    // SAFETY: see above.
+    unsafe { [_mm256_cvtepi32_ps(x[0]), _mm256_cvtepi32_ps(x[1])] }
 }
 
 /// Sums of outputs 0..8, 8..16, 16..24, 24..32 as numbers.
-///
-/// # Safety
-/// The machine has AVX2.
 #[inline(always)]
-unsafe fn numbers<const R: usize>(sums: [[__m256i; 4]; R]) -> [[V; 2]; R] {
-    // SAFETY: the caller's.
-    sums.map(|s| unsafe {
-        let s = s.map(|s| _mm256_cvtepi32_ps(s));
-        [[s[0], s[1]], [s[2], s[3]]]
-    })
+unsafe fn all_numbers<const R: usize>(sums: [[__m256i; 4]; R]) -> [[V; 2]; R] {
+    // SAFETY: see above.
+    unsafe {
+        let mut all = [[[_mm256_setzero_ps(); 2]; 2]; R];
+        for r in 0..R {
+            let [a, b, c, d] = sums[r];
+            all[r] = [numbers([a, b]), numbers([c, d])];
+        }
+        all
+    }
+}
+
+/// Bytes of outputs 0..8, 8..16, 16..24, 24..32 from the codes of four inputs.
+trait Unpack: Copy {
+    const BYTES: usize;
+    /// # Safety
+    /// The caller has an [`Avx2`], and `codes` points to `BYTES` bytes.
+    unsafe fn unpack(self, codes: *const u8) -> [__m256i; 4];
+}
+
+/// Nibbles through a table.
+#[derive(Clone, Copy)]
+struct Table(__m256i);
+/// Whole bytes.
+#[derive(Clone, Copy)]
+struct Bytes;
+
+impl Unpack for Table {
+    const BYTES: usize = 64;
+    #[inline(always)]
+    unsafe fn unpack(self, codes: *const u8) -> [__m256i; 4] {
+        // SAFETY: the caller's.
+        unsafe {
+            let [a, b, c, d] = nibbles(codes);
+            [
+                _mm256_shuffle_epi8(self.0, a),
+                _mm256_shuffle_epi8(self.0, b),
+                _mm256_shuffle_epi8(self.0, c),
+                _mm256_shuffle_epi8(self.0, d),
+            ]
+        }
+    }
+}
+
+impl Unpack for Bytes {
+    const BYTES: usize = 128;
+    #[inline(always)]
+    unsafe fn unpack(self, codes: *const u8) -> [__m256i; 4] {
+        // SAFETY: the caller's.
+        unsafe {
+            let ([a, b], [c, d]) = (words(codes), words(codes.add(64)));
+            [a, b, c, d]
+        }
+    }
 }
 
 /// Products of 8-bit codes. Pairs of these don't fit the 16 bits of `maddubs`, so even and odd bytes
 /// are widened and multiplied apart.
-///
-/// # Safety
-/// The machine has AVX2.
 #[inline(always)]
-unsafe fn wide_dots<const R: usize, const K: usize>(
-    codes: &[u8],
-    step: usize,
-    x: [&[i8]; R],
-    unpack: impl Fn(&[u8]) -> [__m256i; 4],
+unsafe fn wide_dots<const R: usize, const K: usize, C: Unpack>(
+    unpack: C,
+    codes: *const u8,
+    x: [*const i8; R],
 ) -> [[V; 2]; R] {
-    let codes = &codes[..K / 4 * step];
-    let x = x.map(|x| &x[..K]);
-    // SAFETY: the caller's.
+    // SAFETY: see above.
     unsafe {
+        let low = _mm256_set1_epi16(255);
         let mut sums = [[_mm256_setzero_si256(); 4]; R];
-        for (i, codes) in codes.chunks_exact(step).enumerate() {
-            let codes = unpack(codes);
-            let even = codes.map(|c| _mm256_and_si256(c, _mm256_set1_epi16(255)));
-            let odd = codes.map(|c| _mm256_srli_epi16::<8>(c));
+        for i in 0..K / 4 {
+            let codes = unpack.unpack(codes.add(i * C::BYTES));
             for r in 0..R {
-                let four = four(&x[r][4 * i..]);
+                let four = four(x[r].add(4 * i));
                 let x_even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(four));
                 let x_odd = _mm256_srai_epi16::<8>(four);
                 for j in 0..4 {
+                    let even = _mm256_and_si256(codes[j], low);
+                    let odd = _mm256_srli_epi16::<8>(codes[j]);
                     let products = _mm256_add_epi32(
-                        _mm256_madd_epi16(even[j], x_even),
-                        _mm256_madd_epi16(odd[j], x_odd),
+                        _mm256_madd_epi16(even, x_even),
+                        _mm256_madd_epi16(odd, x_odd),
                     );
                     sums[r][j] = _mm256_add_epi32(sums[r][j], products);
                 }
             }
         }
-        numbers(sums)
+        all_numbers(sums)
     }
 }

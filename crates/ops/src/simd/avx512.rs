@@ -165,6 +165,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn load_f32(self, x: &[u8]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_loadu_ps(x[..64].as_ptr().cast()) }
+    }
+    #[inline(always)]
     fn load_f16(self, x: &[u8]) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x[..32].as_ptr().cast())) }
@@ -175,7 +180,8 @@ impl Simd for Avx512 {
         unsafe {
             let pairs = _mm512_loadu_si512(x[..64].as_ptr().cast());
             let high = _mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed()));
-            [_mm512_slli_epi32::<16>(pairs), high].map(|x| _mm512_castsi512_ps(x))
+            let low = _mm512_slli_epi32::<16>(pairs);
+            [_mm512_castsi512_ps(low), _mm512_castsi512_ps(high)]
         }
     }
     #[inline(always)]
@@ -215,99 +221,168 @@ impl Simd for Avx512 {
     const HIGH: f32 = 16.0;
 
     #[inline(always)]
-    fn dots_u4<const R: usize, const K: usize>(
+    unsafe fn dots_u4<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[__m512; 2]; R] {
-        let mut sums = self.dots::<R, K>(codes, 64, x, |codes| {
-            // SAFETY: see the impl.
-            unsafe {
-                let both = _mm512_loadu_si512(codes.cast());
-                [_mm512_and_si512(both, _mm512_set1_epi8(15)), both]
+        // SAFETY: the caller's.
+        unsafe {
+            let mut sums = dots::<R, K, Nibbles>(Nibbles, codes, x);
+            for r in 0..R {
+                sums[r][1] = _mm512_sub_epi32(sums[r][1], sums[r][0]);
             }
-        });
-        for [low, both] in &mut sums {
-            // SAFETY: see the impl.
-            unsafe { *both = _mm512_sub_epi32(*both, *low) }
+            numbers(sums)
         }
-        self.numbers(sums)
     }
     #[inline(always)]
-    fn dots_table<const R: usize, const K: usize>(
+    unsafe fn dots_table<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
+        codes: *const u8,
         table: &[u8; 16],
-        x: [&[i8]; R],
+        x: [*const i8; R],
     ) -> [[__m512; 2]; R] {
-        // SAFETY: see the impl.
-        let (table, mask) = unsafe {
+        // SAFETY: the caller's.
+        unsafe {
             let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
-            (table, _mm512_set1_epi8(15))
-        };
-        self.numbers(self.dots::<R, K>(codes, 64, x, |codes| {
-            // SAFETY: see the impl.
-            unsafe {
-                let both = _mm512_loadu_si512(codes.cast());
-                [both, _mm512_srli_epi16::<4>(both)]
-                    .map(|x| _mm512_shuffle_epi8(table, _mm512_and_si512(x, mask)))
-            }
-        }))
+            numbers(dots::<R, K, Table>(Table(table), codes, x))
+        }
     }
     #[inline(always)]
-    fn dots_u8<const R: usize, const K: usize>(
+    unsafe fn dots_u8<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[__m512; 2]; R] {
-        self.numbers(self.dots::<R, K>(codes, 128, x, |codes| {
-            // SAFETY: see the impl.
-            unsafe { [_mm512_loadu_si512(codes.cast()), _mm512_loadu_si512(codes.add(64).cast())] }
-        }))
+        // SAFETY: the caller's.
+        unsafe { numbers(dots::<R, K, Bytes>(Bytes, codes, x)) }
     }
 }
 
-impl Avx512 {
-    /// Sums over K inputs of the products of R rows with two vectors of bytes for each four inputs.
-    /// `unpack` makes these two from `step` bytes of codes.
+/// Two vectors of bytes from the codes of four inputs.
+trait Unpack: Copy {
+    const BYTES: usize;
+    /// # Safety
+    /// The machine has the features, and `codes` is `BYTES` long.
+    unsafe fn unpack(self, codes: *const u8) -> [__m512i; 2];
+}
+
+/// Low nibbles, and both: `low + 16 · high`. Sums with `low` taken from sums with both leave 16
+/// times those with `high`, for one instruction in all instead of two for each step.
+#[derive(Clone, Copy)]
+struct Nibbles;
+/// Nibbles through a table.
+#[derive(Clone, Copy)]
+struct Table(__m512i);
+/// Whole bytes.
+#[derive(Clone, Copy)]
+struct Bytes;
+
+impl Unpack for Nibbles {
+    const BYTES: usize = 64;
     #[inline(always)]
-    fn dots<const R: usize, const K: usize>(
-        self,
-        codes: &[u8],
-        step: usize,
-        x: [&[i8]; R],
-        unpack: impl Fn(*const u8) -> [__m512i; 2],
-    ) -> [[__m512i; 2]; R] {
-        let codes = codes[..K / 4 * step].as_ptr();
-        let x: [*const i8; R] = x.map(|x| x[..K].as_ptr());
-        // SAFETY: see the impl; steps and rows stay inside the slices taken above.
+    unsafe fn unpack(self, codes: *const u8) -> [__m512i; 2] {
+        // SAFETY: the caller's.
         unsafe {
-            // One row alone would wait for each product's latency: two chains hide it.
-            let chains = if R == 1 { 2 } else { 1 };
-            let mut sums = [[[_mm512_setzero_si512(); 2]; R]; 2];
-            for i in 0..K / 4 {
-                let [a, b] = unpack(codes.add(i * step));
+            let both = _mm512_loadu_si512(codes.cast());
+            [_mm512_and_si512(both, _mm512_set1_epi8(15)), both]
+        }
+    }
+}
+
+impl Unpack for Table {
+    const BYTES: usize = 64;
+    #[inline(always)]
+    unsafe fn unpack(self, codes: *const u8) -> [__m512i; 2] {
+        // SAFETY: the caller's.
+        unsafe {
+            let both = _mm512_loadu_si512(codes.cast());
+            let mask = _mm512_set1_epi8(15);
+            let low = _mm512_and_si512(both, mask);
+            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(both), mask);
+            [_mm512_shuffle_epi8(self.0, low), _mm512_shuffle_epi8(self.0, high)]
+        }
+    }
+}
+
+impl Unpack for Bytes {
+    const BYTES: usize = 128;
+    #[inline(always)]
+    unsafe fn unpack(self, codes: *const u8) -> [__m512i; 2] {
+        // SAFETY: the caller's.
+        unsafe { [_mm512_loadu_si512(codes.cast()), _mm512_loadu_si512(codes.add(64).cast())] }
+    }
+}
+
+/// Sums over K inputs of the products of R rows with two vectors of bytes for each four inputs.
+///
+/// # Safety
+/// The machine has the features. `codes` points to `K / 4 · C::BYTES` bytes, each of `x` to K
+/// activations; K is a multiple of 16.
+#[inline(always)]
+unsafe fn dots<const R: usize, const K: usize, C: Unpack>(
+    unpack: C,
+    codes: *const u8,
+    x: [*const i8; R],
+) -> [[__m512i; 2]; R] {
+    /// Few rows would wait for the latency of their products: more sums hide it.
+    const MOST: usize = 4;
+    let chains = match R {
+        1 | 2 => 4,
+        3 | 4 => 2,
+        _ => 1,
+    };
+    // SAFETY: the caller's.
+    unsafe {
+        let mut sums = [[[_mm512_setzero_si512(); 2]; R]; MOST];
+        // Spelled out four times: the compiler leaves the loop as it is, and its exit would be
+        // mispredicted every time.
+        macro_rules! step {
+            ($i:expr, $j:literal) => {
+                let [a, b] = unpack.unpack(codes.add(($i + $j) * C::BYTES));
+                let sums = &mut sums[$j % chains];
                 for r in 0..R {
-                    let four = _mm512_set1_epi32(x[r].add(4 * i).cast::<i32>().read_unaligned());
-                    let [low, high] = &mut sums[i % chains][r];
-                    *low = _mm512_dpbusd_epi32(*low, a, four);
-                    *high = _mm512_dpbusd_epi32(*high, b, four);
+                    let four = x[r].add(4 * ($i + $j)).cast::<i32>().read_unaligned();
+                    let four = _mm512_set1_epi32(four);
+                    sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], a, four);
+                    sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], b, four);
                 }
-            }
-            if chains == 2 {
+            };
+        }
+        for i in (0..K / 4).step_by(4) {
+            step!(i, 0);
+            step!(i, 1);
+            step!(i, 2);
+            step!(i, 3);
+        }
+        let mut stride = chains / 2;
+        while stride > 0 {
+            for chain in 0..stride {
                 for r in 0..R {
                     for half in 0..2 {
-                        sums[0][r][half] = _mm512_add_epi32(sums[0][r][half], sums[1][r][half]);
+                        let other = sums[chain + stride][r][half];
+                        sums[chain][r][half] = _mm512_add_epi32(sums[chain][r][half], other);
                     }
                 }
             }
-            sums[0]
+            stride /= 2;
         }
+        sums[0]
     }
+}
 
-    #[inline(always)]
-    fn numbers<const R: usize>(self, sums: [[__m512i; 2]; R]) -> [[__m512; 2]; R] {
-        // SAFETY: see the impl.
-        sums.map(|pair| pair.map(|sum| unsafe { _mm512_cvtepi32_ps(sum) }))
+/// # Safety
+/// The machine has the features.
+#[inline(always)]
+unsafe fn numbers<const R: usize>(sums: [[__m512i; 2]; R]) -> [[__m512; 2]; R] {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut numbers = [[_mm512_setzero_ps(); 2]; R];
+        for r in 0..R {
+            for half in 0..2 {
+                numbers[r][half] = _mm512_cvtepi32_ps(sums[r][half]);
+            }
+        }
+        numbers
     }
 }

@@ -184,6 +184,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Largest lane.
     fn reduce_max(self, v: Self::F) -> f32;
 
+    /// 16 little-endian f32 values.
+    fn load_f32(self, x: &[u8]) -> Self::F;
     /// 16 little-endian IEEE halves, widened.
     fn load_f16(self, x: &[u8]) -> Self::F;
     /// 16 little-endian words as pairs of bf16: the low ones and the high ones, widened.
@@ -205,26 +207,35 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// By how much the second sums of [`Simd::dots_u4`] are too large.
     const HIGH: f32;
     /// Integer products of R rows of K activations with K 4-bit codes of 32 outputs, exact, as
-    /// numbers. Byte `64·(k/4) + 4·lane + k%4` of `codes` holds output `lane` in its low nibble and
+    /// numbers. Byte `64·(k/4) + 4·lane + k%4` of the codes holds output `lane` in its low nibble and
     /// output `16 + lane` in its high one. The sums of the latter come multiplied by [`Simd::HIGH`].
-    fn dots_u4<const R: usize, const K: usize>(
+    ///
+    /// # Safety
+    /// `codes` points to `16 · K` bytes, each of `x` to K activations; K is a multiple of 16.
+    unsafe fn dots_u4<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[Self::F; 2]; R];
     /// The same with the two codes of a byte looked up in a table first. Sums are not multiplied.
-    fn dots_table<const R: usize, const K: usize>(
+    ///
+    /// # Safety
+    /// As for [`Simd::dots_u4`].
+    unsafe fn dots_table<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
+        codes: *const u8,
         table: &[u8; 16],
-        x: [&[i8]; R],
+        x: [*const i8; R],
     ) -> [[Self::F; 2]; R];
     /// The same with 8-bit codes: byte `128·(k/4) + 64·half + 4·lane + k%4` is output
     /// `16·half + lane`. Sums are not multiplied.
-    fn dots_u8<const R: usize, const K: usize>(
+    ///
+    /// # Safety
+    /// As for [`Simd::dots_u4`], but `32 · K` bytes of codes.
+    unsafe fn dots_u8<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
-        x: [&[i8]; R],
+        codes: *const u8,
+        x: [*const i8; R],
     ) -> [[Self::F; 2]; R];
 }
 

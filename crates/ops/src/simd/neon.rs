@@ -2,6 +2,7 @@
 
 use std::arch::aarch64::*;
 
+use super::portable::slices;
 use super::{Kernel, LANES, Simd, sum_tree};
 
 /// NEON is part of the architecture.
@@ -123,6 +124,12 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn load_f32(self, x: &[u8]) -> V {
+        let x = &x[..64];
+        // SAFETY: see the impl.
+        unsafe { std::array::from_fn(|i| vreinterpretq_f32_u8(vld1q_u8(x[16 * i..].as_ptr()))) }
+    }
+    #[inline(always)]
     fn load_f16(self, x: &[u8]) -> V {
         let half = |i: usize| half::f16::from_le_bytes([x[2 * i], x[2 * i + 1]]).to_f32();
         self.load(&std::array::from_fn::<f32, LANES, _>(half))
@@ -164,7 +171,13 @@ impl Simd for Neon {
     const HIGH: f32 = 1.0;
 
     #[inline(always)]
-    fn dots_u4<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+    unsafe fn dots_u4<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
+        let (codes, x) = unsafe { slices::<R, K>(codes, 64, x) };
         dots::<R, K>(codes, 64, x, 0, |codes| {
             // SAFETY: NEON is always there.
             unsafe {
@@ -175,12 +188,14 @@ impl Simd for Neon {
         })
     }
     #[inline(always)]
-    fn dots_table<const R: usize, const K: usize>(
+    unsafe fn dots_table<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
+        codes: *const u8,
         table: &[u8; 16],
-        x: [&[i8]; R],
+        x: [*const i8; R],
     ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
+        let (codes, x) = unsafe { slices::<R, K>(codes, 64, x) };
         dots::<R, K>(codes, 64, x, 128, |codes| {
             // SAFETY: NEON is always there.
             unsafe {
@@ -192,7 +207,13 @@ impl Simd for Neon {
         })
     }
     #[inline(always)]
-    fn dots_u8<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+    unsafe fn dots_u8<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
+        let (codes, x) = unsafe { slices::<R, K>(codes, 128, x) };
         dots::<R, K>(codes, 128, x, 128, |codes| {
             [0, 64].map(|half: usize| {
                 let codes = &codes[half..half + 16];

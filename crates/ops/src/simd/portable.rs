@@ -111,6 +111,10 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn load_f32(self, x: &[u8]) -> V {
+        std::array::from_fn(|i| f32::from_bits(word(x, i)))
+    }
+    #[inline(always)]
     fn load_f16(self, x: &[u8]) -> V {
         std::array::from_fn(|i| half::f16::from_le_bytes([x[2 * i], x[2 * i + 1]]).to_f32())
     }
@@ -136,21 +140,35 @@ impl Simd for Portable {
     const HIGH: f32 = 1.0;
 
     #[inline(always)]
-    fn dots_u4<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+    unsafe fn dots_u4<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
+        let (codes, x) = unsafe { slices::<R, K>(codes, 64, x) };
         dots::<R, K>(codes, 64, x, |codes, i| [codes[i] & 15, codes[i] >> 4])
     }
     #[inline(always)]
-    fn dots_table<const R: usize, const K: usize>(
+    unsafe fn dots_table<const R: usize, const K: usize>(
         self,
-        codes: &[u8],
+        codes: *const u8,
         table: &[u8; 16],
-        x: [&[i8]; R],
+        x: [*const i8; R],
     ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
+        let (codes, x) = unsafe { slices::<R, K>(codes, 64, x) };
         let entry = |code: u8| table[usize::from(code)];
         dots::<R, K>(codes, 64, x, |codes, i| [entry(codes[i] & 15), entry(codes[i] >> 4)])
     }
     #[inline(always)]
-    fn dots_u8<const R: usize, const K: usize>(self, codes: &[u8], x: [&[i8]; R]) -> [[V; 2]; R] {
+    unsafe fn dots_u8<const R: usize, const K: usize>(
+        self,
+        codes: *const u8,
+        x: [*const i8; R],
+    ) -> [[V; 2]; R] {
+        // SAFETY: the caller's.
+        let (codes, x) = unsafe { slices::<R, K>(codes, 128, x) };
         dots::<R, K>(codes, 128, x, |codes, i| [codes[i], codes[i + 64]])
     }
 }
@@ -158,6 +176,26 @@ impl Simd for Portable {
 #[inline(always)]
 fn word(x: &[u8], i: usize) -> u32 {
     u32::from_le_bytes([x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]])
+}
+
+/// The inputs of [`Simd::dots_u4`] and its like as slices.
+///
+/// # Safety
+/// That of [`Simd::dots_u4`], with `step` bytes of codes for each four inputs.
+#[inline(always)]
+pub(super) unsafe fn slices<'a, const R: usize, const K: usize>(
+    codes: *const u8,
+    step: usize,
+    x: [*const i8; R],
+) -> (&'a [u8], [&'a [i8]; R]) {
+    let mut rows: [&[i8]; R] = [&[]; R];
+    // SAFETY: the caller's.
+    unsafe {
+        for r in 0..R {
+            rows[r] = std::slice::from_raw_parts(x[r], K);
+        }
+        (std::slice::from_raw_parts(codes, K / 4 * step), rows)
+    }
 }
 
 /// Sums of products; `unpack(step of codes, i)` gives byte i of both halves of the outputs.
