@@ -11,8 +11,6 @@ use crate::{Cpu, LaneStep, Mem};
 const BLOCK: usize = 64;
 /// Rows times channels of one chunk of work, a few microseconds.
 const CHUNK: usize = 2048;
-/// Vectors of the widest head.
-const VECTORS: usize = crate::GdnGeometry::MAX_DIM / LANES;
 
 pub(super) fn run(op: &GdnPrepare, mem: &Mem, cpu: &Cpu) {
     let steps = op.lanes.steps(mem);
@@ -90,26 +88,26 @@ impl Items<'_> {
         let mut u: [&[f32]; CONV_TAPS] = [&[], stream(t - 3), stream(t - 2), stream(t - 1)];
         for row in rows {
             u = [u[1], u[2], u[3], stream(row as isize)];
-            let mut y = [s.splat(0.0); VECTORS];
+            let out = self.mem.get_mut::<f32>(self.op.out_row(head, step.row0 as usize + row));
             let mut squares = s.splat(0.0);
-            for (i, y) in y.iter_mut().enumerate().take(dim / LANES) {
+            for (i, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
                 let c = i * LANES;
                 let mut sum = s.mul(s.load(&weights[0][c..]), s.load(&u[0][c..]));
                 for j in 1..CONV_TAPS {
                     sum = s.fma(s.load(&weights[j][c..]), s.load(&u[j][c..]), sum);
                 }
-                *y = silu(s, sum);
-                squares = s.fma(*y, *y, squares);
+                let y = silu(s, sum);
+                squares = s.fma(y, y, squares);
+                s.store(y, out);
             }
             let norm = 1.0 / (s.sum(squares) + L2_EPS).sqrt();
-            let scale = s.splat(match head {
+            let scale = match head {
                 Head::Query(_) => norm / (dim as f32).sqrt(),
                 Head::Key(_) => norm,
-                Head::Value(_) => 1.0,
-            });
-            let out = self.mem.get_mut(self.op.out_row(head, step.row0 as usize + row));
-            for (out, y) in out.as_chunks_mut::<LANES>().0.iter_mut().zip(y) {
-                s.store(s.mul(y, scale), out);
+                Head::Value(_) => continue,
+            };
+            for out in out.as_chunks_mut::<LANES>().0 {
+                s.store(s.mul(s.load(out), s.splat(scale)), out);
             }
         }
     }

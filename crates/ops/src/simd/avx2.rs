@@ -148,4 +148,9 @@ impl Simd for Avx2 {
             _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps::<1>(x, x)))
         }
     }
+    #[inline(always)]
+    fn prefetch(self, x: &f32) {
+        // SAFETY: see the impl; a prefetch reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(x).cast()) }
+    }
 }

@@ -163,6 +163,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sum(self, v: Self::F) -> f32;
     /// Largest lane.
     fn reduce_max(self, v: Self::F) -> f32;
+    /// Asks for the cache line that holds `x`, into the second-level cache where there is a choice.
+    /// Never changes a result.
+    #[inline(always)]
+    fn prefetch(self, x: &f32) {
+        let _ = x;
+    }
 }
 
 /// The tree of [`Simd::sum`] on an array.
