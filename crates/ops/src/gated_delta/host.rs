@@ -5,18 +5,20 @@
 //!
 //! ```text
 //! taking up   S ← pending rows, element by element in registers; m₀ = Sᵀ k₀
-//! row t       d = beta (v − e^g m_t);  per key row  S ← e^g S + k_t d;  out += q_t S;  m_{t+1} += k_{t+1} S
+//! row t       d = beta (v − e^g m_t)
+//!             per key row   S ← e^g S + k_t d;  out += q_t S;  m_{t+1} += k_{t+1} S
 //! ```
 //!
 //! Four vector operations and one load and store of each element a row. Two accumulators (even and
 //! odd key rows) for each sum and tile hide the latency of a fused multiply-add.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use super::{GatedDelta, Half, TILE};
 use crate::gdn_prepare::Commit;
 use crate::geometry::grain;
-use crate::simd::math::exp_f32;
+use crate::simd::math::exp;
 use crate::simd::{Isa, Kernel, LANES, Simd};
 use crate::{Buf, Cpu, GdnGeometry, LaneStep, Mem};
 
@@ -31,20 +33,29 @@ pub(super) fn run(op: &GatedDelta, mem: &Mem, cpu: &Cpu) {
     let steps = op.lanes.steps(mem);
     steps.iter().for_each(|step| op.check_step(step));
     let tiles = op.geometry.value_dim / TILE;
-    // 32 registers hold two tiles' accumulators; two tiles share the broadcasts of k and q.
+    let items = |group: usize| op.lanes.count * op.geometry.value_heads * (tiles / group);
+    let threads = cpu.pool.threads();
+    // Tiles side by side share the broadcasts of k and q and hide each other's latency, as far as
+    // the registers for their sums reach and there are items enough for all threads.
     let group = match cpu.isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 if tiles.is_multiple_of(4) && items(4) >= 2 * threads => 4,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 if tiles.is_multiple_of(2) => 2,
         _ => 1,
     };
-    let items = op.lanes.count * op.geometry.value_heads * (tiles / group);
+    // An item asks for the next one's state, so a chunk is several items, but each thread gets a
+    // few chunks.
+    let items = items(group);
     let work = (4 * op.lanes.max_rows + op.block) * op.geometry.key_dim * group;
-    let grain = grain(CHUNK, work).min(items.div_ceil(2 * cpu.pool.threads()));
+    let share = if threads == 1 { items } else { items / (4 * threads) };
+    let grain = grain(CHUNK, work).max(share);
     cpu.pool.ranges(items, grain, &|start, end| {
-        if group == 2 {
-            cpu.isa.dispatch(Items::<2> { op, mem, steps, start, end });
-        } else {
-            cpu.isa.dispatch(Items::<1> { op, mem, steps, start, end });
+        let items = start..end;
+        match group {
+            4 => cpu.isa.dispatch(Items::<4> { op, mem, steps, items }),
+            2 => cpu.isa.dispatch(Items::<2> { op, mem, steps, items }),
+            _ => cpu.isa.dispatch(Items::<1> { op, mem, steps, items }),
         }
     });
 }
@@ -53,8 +64,7 @@ struct Items<'a, const T: usize> {
     op: &'a GatedDelta,
     mem: &'a Mem,
     steps: &'a [LaneStep],
-    start: usize,
-    end: usize,
+    items: Range<usize>,
 }
 
 /// The elements of one key row in each of `T` tiles.
@@ -67,13 +77,37 @@ impl<const T: usize> Kernel for Items<'_, T> {
     fn run<S: Simd>(self, s: S) {
         let GdnGeometry { value_heads, value_dim, key_dim, .. } = self.op.geometry;
         let groups = value_dim / TILE / T;
+        let inputs = Inputs::new(self.op, self.mem);
         let mut space = [const { MaybeUninit::<Elements<S, T>>::uninit() }; GdnGeometry::MAX_DIM];
-        for item in self.start..self.end {
+        let part = |item: usize| {
             let step = &self.steps[item / (groups * value_heads)];
             let (head, group) = (item / groups % value_heads, item % groups);
-            let part = Part { op: self.op, mem: self.mem, step, head, first: group * T };
-            part.run::<S, T>(s, &mut space[..key_dim]);
+            Part { op: self.op, mem: self.mem, step, head, first: group * T }
+        };
+        let end = self.items.end;
+        for item in self.items {
+            let ahead = match item + 1 {
+                next if next < end => self.mem.get(part(next).state(T)),
+                _ => &[],
+            };
+            part(item).run::<S, T>(s, &inputs, ahead, &mut space[..key_dim]);
         }
+    }
+}
+
+/// What all parts read.
+struct Inputs<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    g: &'a [f32],
+    beta: &'a [f32],
+}
+
+impl<'a> Inputs<'a> {
+    fn new(op: &GatedDelta, mem: &'a Mem) -> Inputs<'a> {
+        let [q, k, v, g, beta] = [op.q, op.k, op.v, op.g, op.beta].map(|buf| mem.get(buf));
+        Inputs { q, k, v, g, beta }
     }
 }
 
@@ -86,67 +120,93 @@ struct Part<'a> {
     first: usize,
 }
 
-impl<'a> Part<'a> {
-    fn key(&self, buf: Buf, row: usize) -> &'a [f32] {
+impl Part<'_> {
+    /// This head's elements of a row of keys.
+    #[inline(always)]
+    fn key<'k>(&self, keys: &'k [f32], row: usize) -> &'k [f32] {
         let g = &self.op.geometry;
-        let key_head = g.key_head(self.head);
-        self.mem.get(buf.rows(row * g.key_heads + key_head, 1, 4 * g.key_dim))
+        &keys[(row * g.key_heads + g.key_head(self.head)) * g.key_dim..][..g.key_dim]
     }
 
-    fn value(&self, buf: Buf, row: usize, tiles: usize) -> Buf {
+    /// Where this part's columns of a row of values start.
+    #[inline(always)]
+    fn column(&self, row: usize) -> usize {
         let g = &self.op.geometry;
-        let column = self.head * g.value_dim + self.first * TILE;
-        buf.slice(4 * (row * g.values() + column), 4 * tiles * TILE)
-    }
-
-    fn gate(&self, buf: Buf, row: usize) -> f32 {
-        self.mem.get::<f32>(buf)[row * self.op.geometry.value_heads + self.head]
-    }
-
-    fn half(&self, half: usize) -> Half {
-        self.op.half(self.step.slot as usize, half)
+        row * g.values() + self.head * g.value_dim + self.first * TILE
     }
 
     #[inline(always)]
-    fn run<S: Simd, const T: usize>(&self, s: S, space: &mut [MaybeUninit<Elements<S, T>>]) {
+    fn run<S: Simd, const T: usize>(
+        &self,
+        s: S,
+        inputs: &Inputs,
+        ahead: &[f32],
+        space: &mut [MaybeUninit<Elements<S, T>>],
+    ) {
         let (rows, row0) = (self.step.rows as usize, self.step.row0 as usize);
         if rows == 0 && self.step.pending == 0 {
             return;
         }
-        let (tile, mut m) = self.take_up::<S, T>(s, space);
-        let next = self.half(1 - self.step.parity as usize);
-        for t in 0..rows {
-            let row = row0 + t;
-            let decay = s.splat(exp_f32(self.gate(self.op.g, row)));
-            let beta = s.splat(self.gate(self.op.beta, row));
-            let v = self.mem.get::<f32>(self.value(self.op.v, row, T));
-            let d: Elements<S, T> = std::array::from_fn(|j| {
-                s.mul(beta, s.sub(s.load(&v[j * TILE..]), s.mul(decay, m[j])))
-            });
-            if self.op.commit == Commit::Deferred {
-                self.store(s, d, self.value(next.d, t, T));
-                self.keep(next, t, row);
-            }
-            let (k, q) = (self.key(self.op.k, row), self.key(self.op.q, row));
-            let out;
-            if t + 1 < rows {
-                let next_k = self.key(self.op.k, row + 1);
-                (out, m) = sweep::<S, T, true>(s, tile, decay, k, d, q, next_k);
-            } else {
-                (out, _) = sweep::<S, T, false>(s, tile, decay, k, d, q, k);
-            }
-            self.store(s, out, self.value(self.op.out, row, T));
+        let (slot, parity) = (self.step.slot as usize, self.step.parity as usize);
+        let tile = self.take_up::<S, T>(s, self.op.half(slot, parity), space);
+        if self.step.pending > 0 && (self.op.commit == Commit::Deferred || rows == 0) {
+            self.write_state(s, tile);
         }
-        if self.op.commit == Commit::Immediate && rows > 0 {
+        if rows == 0 {
+            return;
+        }
+        let next = self.op.half(slot, 1 - parity);
+        // One cache line for each two key rows of a sweep.
+        let mut ahead = ahead.chunks(tile.len() / 2 * LANES);
+        let mut m = project(s, tile, self.key(inputs.k, row0));
+        for t in (0..rows).step_by(LANES) {
+            let batch = row0 + t..row0 + rows.min(t + LANES);
+            let decays = self.decays(s, inputs.g, batch.clone());
+            for (row, &decay) in batch.zip(&decays) {
+                let decay = s.splat(decay);
+                let beta = s.splat(inputs.beta[row * self.op.geometry.value_heads + self.head]);
+                let v = &inputs.v[self.column(row)..];
+                let mut d = m;
+                for j in 0..T {
+                    d[j] = s.mul(beta, s.sub(s.load(&v[j * TILE..]), s.mul(decay, m[j])));
+                }
+                if self.op.commit == Commit::Deferred {
+                    self.store(s, d, next.d, row - row0);
+                    self.keep(inputs, next, row - row0, row);
+                }
+                let (k, q) = (self.key(inputs.k, row), self.key(inputs.q, row));
+                let ahead = ahead.next().unwrap_or(&[]);
+                let out;
+                if row + 1 < row0 + rows {
+                    let next_k = self.key(inputs.k, row + 1);
+                    (out, m) = sweep::<S, T, true>(s, tile, decay, k, d, q, next_k, ahead);
+                } else {
+                    (out, _) = sweep::<S, T, false>(s, tile, decay, k, d, q, k, ahead);
+                }
+                self.store(s, out, self.op.out, row);
+            }
+        }
+        if self.op.commit == Commit::Immediate {
             self.write_state(s, tile);
         }
     }
 
+    /// e^g of up to 16 rows.
     #[inline(always)]
-    fn store<S: Simd, const T: usize>(&self, s: S, x: Elements<S, T>, to: Buf) {
-        let to = self.mem.get_mut::<f32>(to);
-        for (x, to) in x.into_iter().zip(to.as_chunks_mut::<TILE>().0) {
-            s.store(x, to);
+    fn decays<S: Simd>(&self, s: S, g: &[f32], rows: Range<usize>) -> [f32; LANES] {
+        let mut lanes = [0.0; LANES];
+        for (lane, row) in lanes.iter_mut().zip(rows) {
+            *lane = g[row * self.op.geometry.value_heads + self.head];
+        }
+        s.lanes(exp(s, s.load(&lanes)))
+    }
+
+    /// Into this part's columns of a row of values.
+    #[inline(always)]
+    fn store<S: Simd, const T: usize>(&self, s: S, x: Elements<S, T>, rows: Buf, row: usize) {
+        let to = self.mem.get_mut::<f32>(rows.slice(4 * self.column(row), 4 * T * TILE));
+        for j in 0..T {
+            s.store(x[j], &mut to[j * TILE..]);
         }
     }
 
@@ -156,82 +216,88 @@ impl<'a> Part<'a> {
 
     #[inline(always)]
     fn write_state<S: Simd, const T: usize>(&self, s: S, tile: &[Elements<S, T>]) {
-        let state = self.mem.get_mut::<f32>(self.state(T));
-        for (j, state) in state.chunks_exact_mut(tile.len() * TILE).enumerate() {
-            for (from, to) in tile.iter().zip(state.as_chunks_mut::<TILE>().0) {
+        let state = self.mem.get_mut::<f32>(self.state(T)).as_chunks_mut::<TILE>().0;
+        for (j, state) in state.chunks_exact_mut(tile.len()).enumerate() {
+            for (from, to) in tile.iter().zip(state) {
                 s.store(from[j], to);
             }
         }
     }
 
-    /// Loads the tiles with the pending rows taken up, which the state gets too unless this pass
-    /// will write it anyway. Also returns Sᵀ k of the first row.
+    /// Loads the tiles and takes up the pending rows of `half`.
     #[inline(always)]
     fn take_up<'t, S: Simd, const T: usize>(
         &self,
         s: S,
+        half: Half,
         space: &'t mut [MaybeUninit<Elements<S, T>>],
-    ) -> (&'t mut [Elements<S, T>], Elements<S, T>) {
-        let key_dim = space.len();
-        let kept = self.half(self.step.parity as usize);
-        let pending = self.step.pending as usize;
+    ) -> &'t mut [Elements<S, T>] {
+        let (key_dim, pending) = (space.len(), self.step.pending as usize);
+        let [k, d, g] = [half.k, half.d, half.g].map(|buf| self.mem.get::<f32>(buf));
         let mut decays = [0.0; GatedDelta::MAX_BLOCK];
-        for (p, decay) in decays.iter_mut().enumerate().take(pending) {
-            *decay = exp_f32(self.gate(kept.g, p));
+        for p in (0..pending).step_by(LANES) {
+            let batch = self.decays(s, g, p..pending.min(p + LANES));
+            decays[p..p + LANES].copy_from_slice(&batch);
         }
-        let state = self.mem.get::<f32>(self.state(T));
-        let state: [&[f32]; T] =
-            std::array::from_fn(|j| &state[j * key_dim * TILE..][..key_dim * TILE]);
-        for (i, to) in space.chunks_exact_mut(UNROLL).enumerate() {
-            let mut x: [Elements<S, T>; UNROLL] = std::array::from_fn(|r| {
-                std::array::from_fn(|j| s.load(&state[j][(i * UNROLL + r) * TILE..]))
-            });
-            for p in 0..pending {
-                let decay = s.splat(decays[p]);
-                let d = self.mem.get::<f32>(self.value(kept.d, p, T));
-                let d: Elements<S, T> = std::array::from_fn(|j| s.load(&d[j * TILE..]));
-                let k = &self.key(kept.k, p)[i * UNROLL..][..UNROLL];
-                for r in 0..UNROLL {
-                    let k = s.splat(k[r]);
-                    x[r] = std::array::from_fn(|j| s.fma(k, d[j], s.mul(decay, x[r][j])));
+        let state = self.mem.get::<f32>(self.state(T)).as_chunks::<TILE>().0;
+        for (i, to) in space.as_chunks_mut::<UNROLL>().0.iter_mut().enumerate() {
+            let mut x = [[s.splat(0.0); T]; UNROLL];
+            for r in 0..UNROLL {
+                for j in 0..T {
+                    x[r][j] = s.load(&state[j * key_dim + i * UNROLL + r]);
                 }
             }
-            for (to, x) in to.iter_mut().zip(x) {
-                to.write(x);
+            for p in 0..pending {
+                let decay = s.splat(decays[p]);
+                let k = &self.key(k, p)[i * UNROLL..][..UNROLL];
+                let d = &d[self.column(p)..][..T * TILE];
+                for r in 0..UNROLL {
+                    let k = s.splat(k[r]);
+                    for j in 0..T {
+                        x[r][j] = s.fma(k, s.load(&d[j * TILE..]), s.mul(decay, x[r][j]));
+                    }
+                }
+            }
+            for r in 0..UNROLL {
+                to[r].write(x[r]);
             }
         }
         // SAFETY: `key_dim` is a multiple of 16, so the loop above wrote every element.
-        let tile = unsafe { space.assume_init_mut() };
-        if pending > 0 && (self.op.commit == Commit::Deferred || self.step.rows == 0) {
-            self.write_state(s, tile);
-        }
-        let mut sums = [[s.splat(0.0); T]; 2];
-        if self.step.rows > 0 {
-            let k = self.key(self.op.k, self.step.row0 as usize);
-            for (i, (x, &k)) in tile.iter().zip(k).enumerate() {
-                let (k, sum) = (s.splat(k), &mut sums[i % 2]);
-                *sum = std::array::from_fn(|j| s.fma(k, x[j], sum[j]));
-            }
-        }
-        (tile, std::array::from_fn(|j| s.add(sums[0][j], sums[1][j])))
+        unsafe { space.assume_init_mut() }
     }
 
     /// Leaves k and g of a row in the other half: once for each key head and each value head.
-    fn keep(&self, half: Half, t: usize, row: usize) {
+    fn keep(&self, inputs: &Inputs, half: Half, t: usize, row: usize) {
         if self.first != 0 {
             return;
         }
         let g = &self.op.geometry;
         let gate = half.g.rows(t * g.value_heads + self.head, 1, 4);
-        self.mem.get_mut::<f32>(gate)[0] = self.gate(self.op.g, row);
+        self.mem.get_mut::<f32>(gate)[0] = inputs.g[row * g.value_heads + self.head];
         if self.op.keeps_key(self.head) {
             let to = half.k.rows(t * g.key_heads + g.key_head(self.head), 1, 4 * g.key_dim);
-            self.mem.get_mut::<f32>(to).copy_from_slice(self.key(self.op.k, row));
+            self.mem.get_mut::<f32>(to).copy_from_slice(self.key(inputs.k, row));
         }
     }
 }
 
-/// S ← e^g · S + k dᵀ; returns Sᵀ q and, if `NEXT`, Sᵀ next_k.
+/// Sᵀ k.
+#[inline(always)]
+fn project<S: Simd, const T: usize>(s: S, tile: &[Elements<S, T>], k: &[f32]) -> Elements<S, T> {
+    let mut sums = [[s.splat(0.0); T]; 2];
+    for (x, k) in tile.as_chunks::<2>().0.iter().zip(k.as_chunks::<2>().0) {
+        for r in 0..2 {
+            let k = s.splat(k[r]);
+            for j in 0..T {
+                sums[r][j] = s.fma(k, x[r][j], sums[r][j]);
+            }
+        }
+    }
+    total(s, sums)
+}
+
+/// S ← e^g · S + k dᵀ; returns Sᵀ q and, if `NEXT`, Sᵀ next_k. Asks for `ahead`, a line for each
+/// two key rows.
 #[inline(always)]
 fn sweep<S: Simd, const T: usize, const NEXT: bool>(
     s: S,
@@ -241,12 +307,17 @@ fn sweep<S: Simd, const T: usize, const NEXT: bool>(
     d: Elements<S, T>,
     q: &[f32],
     next_k: &[f32],
+    ahead: &[f32],
 ) -> (Elements<S, T>, Elements<S, T>) {
     let zero = [[s.splat(0.0); T]; 2];
     let (mut out, mut m) = (zero, zero);
     let tile = tile.as_chunks_mut::<2>().0.iter_mut();
     let keys = k.as_chunks::<2>().0.iter().zip(q.as_chunks::<2>().0);
-    for ((x, (k, q)), next_k) in tile.zip(keys).zip(next_k.as_chunks::<2>().0) {
+    let keys = keys.zip(next_k.as_chunks::<2>().0);
+    for (i, (x, ((k, q), next_k))) in tile.zip(keys).enumerate() {
+        if let Some(line) = ahead.get(i * LANES) {
+            crate::simd::prefetch(line);
+        }
         for r in 0..2 {
             let (k, q, next_k) = (s.splat(k[r]), s.splat(q[r]), s.splat(next_k[r]));
             for j in 0..T {
@@ -259,6 +330,15 @@ fn sweep<S: Simd, const T: usize, const NEXT: bool>(
             }
         }
     }
-    let total = |x: [Elements<S, T>; 2]| std::array::from_fn(|j| s.add(x[0][j], x[1][j]));
-    (total(out), total(m))
+    (total(s, out), total(s, m))
+}
+
+/// The sums over even and over odd key rows, added.
+#[inline(always)]
+fn total<S: Simd, const T: usize>(s: S, sums: [Elements<S, T>; 2]) -> Elements<S, T> {
+    let [mut total, odd] = sums;
+    for j in 0..T {
+        total[j] = s.add(total[j], odd[j]);
+    }
+    total
 }
