@@ -5,24 +5,30 @@
 //! first-level cache for all of them. Within a step, up to [`ROWS`] queries share each load.
 //!
 //! The order of additions of one query is fixed: over `head_dim` for a score, over the keys for
-//! an output, both one product at a time; lanes hold different keys or different elements. Only the
-//! sum of a block's 64 weights crosses lanes: 4 vectors pairwise, then [`Simd::sum`].
+//! an output, both one product at a time, since lanes hold different keys or different elements.
+//! The sum of weights is kept as 16 lanes through a split, then added up by [`Simd::sum`].
+//! Exponentials are powers of two of scores that are multiplied by log2 e along with the scale.
 //!
 //! Sums of values keep the order in which bf16 pairs widen: of each 32 elements first the even,
 //! then the odd ones ([`finish`] restores theirs).
 
 use crate::PAGE_TOKENS;
-use crate::simd::{LANES, Simd, math};
+use crate::simd::{CACHE_LINE, LANES, Simd, math, prefetch};
 
 /// Most queries of a tile.
 pub(super) const MAX_QUERIES: usize = super::MAX_GROUP;
-/// Queries that share the loads of an inner loop. With 4 vectors of keys each, 24 sums: what 32
-/// registers hold.
-const ROWS: usize = 6;
+/// Most queries that share the loads of an inner loop.
+const ROWS: usize = 8;
+/// Up to so many queries, a set of 32 registers works on 4 vectors at once, then on 2: 16 sums either
+/// way, enough to hide the latency of the adds, and room for what they are made of.
+const WIDE_ROWS: usize = 4;
 const KEY_VECTORS: usize = PAGE_TOKENS / LANES;
 
-/// f32 before a partial's sums: the largest score, the sum of the weights, padding.
-pub(super) const HEADER: usize = 16;
+/// f32 before a partial's sums of values: 16 lanes that add up to the sum of the weights, then the
+/// largest score, padding.
+pub(super) const HEADER: usize = 2 * LANES;
+/// Where the largest score is.
+const MAX: usize = LANES;
 
 /// Scores, then weights, of each query of a tile for the keys of a block.
 pub(super) type Weights = [[f32; PAGE_TOKENS]; MAX_QUERIES];
@@ -34,6 +40,59 @@ pub(super) struct Seen {
     pub(super) end: usize,
 }
 
+/// A head's keys and values of one page.
+#[derive(Clone, Copy)]
+pub(super) struct Block<'a> {
+    pub(super) keys: &'a [u16],
+    pub(super) values: &'a [u16],
+}
+
+impl Block<'_> {
+    const LINE: usize = CACHE_LINE / size_of::<u16>();
+
+    /// Asks for all keys at once: for the first block, which nobody asked for ahead of time.
+    #[inline(always)]
+    pub(super) fn prefetch_keys(&self) {
+        for line in self.keys.chunks(Self::LINE) {
+            prefetch(line.as_ptr());
+        }
+    }
+}
+
+/// The next block, asked for line by line while this one is computed: the machine's own prefetchers
+/// stop at every 4 KiB.
+struct Ahead<'a> {
+    next: Block<'a>,
+    /// Next element of the keys and of the values.
+    at: usize,
+    /// Lines of each for a step of [`score`].
+    lines: usize,
+}
+
+impl<'a> Ahead<'a> {
+    /// Plans for a tile of so many queries.
+    fn new<S: Simd>(next: Block<'a>, queries: usize) -> Ahead<'a> {
+        let walks = if S::REGISTERS < 32 {
+            KEY_VECTORS * queries.div_ceil(ROWS)
+        } else {
+            2 * (queries / ROWS) + if queries % ROWS > WIDE_ROWS { 2 } else { 1 }
+        };
+        // A walk takes head_dim / 2 steps; a block has 2 · head_dim lines of keys.
+        Ahead { next, at: 0, lines: 4usize.div_ceil(walks) }
+    }
+
+    #[inline(always)]
+    fn step(&mut self) {
+        if self.at < self.next.keys.len() {
+            for _ in 0..self.lines {
+                prefetch(self.next.keys.as_ptr().wrapping_add(self.at));
+                prefetch(self.next.values.as_ptr().wrapping_add(self.at));
+                self.at += Block::LINE;
+            }
+        }
+    }
+}
+
 /// Calls `$f::<S, n, …>` for a number of queries known only at run time.
 macro_rules! for_rows {
     ($n:expr, $f:ident::<$s:ident $(, $c:tt)*>($($arg:expr),*)) => {
@@ -43,6 +102,8 @@ macro_rules! for_rows {
             3 => $f::<$s, 3 $(, $c)*>($($arg),*),
             4 => $f::<$s, 4 $(, $c)*>($($arg),*),
             5 => $f::<$s, 5 $(, $c)*>($($arg),*),
+            6 => $f::<$s, 6 $(, $c)*>($($arg),*),
+            7 => $f::<$s, 7 $(, $c)*>($($arg),*),
             _ => $f::<$s, ROWS $(, $c)*>($($arg),*),
         }
     };
@@ -52,39 +113,56 @@ macro_rules! for_rows {
 pub(super) fn clear(partials: &mut [f32], stride: usize) {
     partials.fill(0.0);
     for partial in partials.chunks_exact_mut(stride) {
-        partial[0] = f32::NEG_INFINITY;
+        partial[MAX] = f32::NEG_INFINITY;
     }
 }
 
 /// Takes a block into the partial results of `queries`. All slices have an entry per query;
-/// `partials` has `stride` f32 for each.
+/// `partials` has `stride` f32 for each. `next` is the block that comes after.
 #[inline(always)]
 pub(super) fn take_block<S: Simd>(
     s: S,
     queries: &[&[f32]],
     seen: &[Seen],
-    keys: &[u16],
-    values: &[u16],
+    block: Block,
+    next: Block,
     scale: f32,
     weights: &mut [[f32; PAGE_TOKENS]],
     partials: &mut [f32],
     stride: usize,
 ) {
+    let mut ahead = Ahead::new::<S>(next, queries.len());
     for (queries, weights) in queries.chunks(ROWS).zip(weights.chunks_mut(ROWS)) {
-        if S::REGISTERS >= 32 {
-            for_rows!(queries.len(), score::<S, KEY_VECTORS>(s, queries, keys, 0, weights));
-        } else {
-            for v in 0..KEY_VECTORS {
-                for_rows!(queries.len(), score::<S, 1>(s, queries, keys, v, weights));
-            }
-        }
+        for_rows!(queries.len(), scores::<S>(s, queries, block.keys, &mut ahead, weights));
     }
     for (i, partial) in partials.chunks_exact_mut(stride).enumerate() {
         soften(s, seen[i], scale, &mut weights[i], partial);
     }
     let tiles = partials.chunks_mut(ROWS * stride).zip(weights.chunks(ROWS)).zip(seen.chunks(ROWS));
     for ((partials, weights), seen) in tiles {
-        add_values(s, seen, values, weights, partials, stride);
+        add_values(s, seen, block.values, weights, partials, stride);
+    }
+}
+
+/// Scores of R queries for a block of keys.
+#[inline(always)]
+fn scores<S: Simd, const R: usize>(
+    s: S,
+    queries: &[&[f32]],
+    keys: &[u16],
+    ahead: &mut Ahead,
+    out: &mut [[f32; PAGE_TOKENS]],
+) {
+    if S::REGISTERS >= 32 && R <= WIDE_ROWS {
+        score::<S, R, 4>(s, queries, keys, ahead, 0, out);
+    } else if S::REGISTERS >= 32 {
+        for v in (0..KEY_VECTORS).step_by(2) {
+            score::<S, R, 2>(s, queries, keys, ahead, v, out);
+        }
+    } else {
+        for v in 0..KEY_VECTORS {
+            score::<S, R, 1>(s, queries, keys, ahead, v, out);
+        }
     }
 }
 
@@ -94,16 +172,20 @@ fn score<S: Simd, const R: usize, const C: usize>(
     s: S,
     queries: &[&[f32]],
     keys: &[u16],
+    ahead: &mut Ahead,
     first: usize,
     out: &mut [[f32; PAGE_TOKENS]],
 ) {
+    let count = keys.len() / (2 * PAGE_TOKENS);
     let mut pairs: [&[[f32; 2]]; R] = [&[]; R];
     for r in 0..R {
-        pairs[r] = queries[r].as_chunks().0;
+        pairs[r] = &queries[r].as_chunks().0[..count];
     }
     let mut sums = [[s.splat(0.0); C]; R];
     let mut k = [s.splat(0.0); C];
-    for (i, words) in keys.chunks_exact(2 * PAGE_TOKENS).enumerate() {
+    for i in 0..count {
+        ahead.step();
+        let words = &keys[i * 2 * PAGE_TOKENS..][..2 * PAGE_TOKENS];
         for half in 0..2 {
             for c in 0..C {
                 let words = &words[2 * LANES * (first + c)..];
@@ -124,8 +206,8 @@ fn score<S: Simd, const R: usize, const C: usize>(
     }
 }
 
-/// Scores to weights `exp(scale · score − max)`, with the partial's maximum raised to the block's
-/// and what it holds scaled down accordingly.
+/// Scores to weights `2^(scale · score − max)`, with the partial's maximum raised to the block's and
+/// what it holds scaled down accordingly.
 #[inline(always)]
 fn soften<S: Simd>(
     s: S,
@@ -136,7 +218,7 @@ fn soften<S: Simd>(
 ) {
     let mut v = [s.splat(0.0); KEY_VECTORS];
     for c in 0..KEY_VECTORS {
-        v[c] = s.mul(s.load(&weights[LANES * c..]), s.splat(scale));
+        v[c] = s.load(&weights[LANES * c..]);
     }
     if seen != (Seen { start: 0, end: PAGE_TOKENS }) {
         let (start, end) = (s.splat(seen.start as f32), s.splat(seen.end as f32));
@@ -147,24 +229,25 @@ fn soften<S: Simd>(
             v[c] = s.select_lt(index, start, unseen, v[c]);
         }
     }
-    let block_max = s.reduce_max(s.max(s.max(v[0], v[1]), s.max(v[2], v[3])));
-    let old = partial[0];
+    let block_max = scale * s.reduce_max(s.max(s.max(v[0], v[1]), s.max(v[2], v[3])));
+    let old = partial[MAX];
     let max = if block_max > old { block_max } else { old };
+    let (scale, minus_max) = (s.splat(scale), s.splat(-max));
     for c in 0..KEY_VECTORS {
-        v[c] = math::exp(s, s.sub(v[c], s.splat(max)));
+        v[c] = math::exp2(s, s.fma(v[c], scale, minus_max));
         s.store(v[c], &mut weights[LANES * c..]);
     }
-    let sum = s.sum(s.add(s.add(v[0], v[1]), s.add(v[2], v[3])));
+    let mut sums = s.load(partial);
     if max != old {
-        let down = math::exp(s, s.splat(old - max));
+        let down = math::exp2(s, s.splat(old - max));
+        sums = s.mul(sums, down);
         for x in partial[HEADER..].chunks_exact_mut(LANES) {
             s.store(s.mul(s.load(x), down), x);
         }
-        partial[0] = max;
-        partial[1] = s.lanes(down)[0].mul_add(partial[1], sum);
-    } else {
-        partial[1] += sum;
+        partial[MAX] = max;
     }
+    let block = s.add(s.add(v[0], v[1]), s.add(v[2], v[3]));
+    s.store(s.add(sums, block), partial);
 }
 
 const INDEX: [f32; LANES] =
@@ -219,7 +302,7 @@ fn add_range<S: Simd, const R: usize>(
     }
     let dim = stride - HEADER;
     let mut at = 0;
-    while S::REGISTERS >= 32 && at + 4 * LANES <= dim {
+    while S::REGISTERS >= 32 && R <= WIDE_ROWS && at + 4 * LANES <= dim {
         add_columns::<S, R, 4, PAIRS>(s, keys, values, weights, partials, stride, at);
         at += 4 * LANES;
     }
@@ -299,7 +382,7 @@ pub(super) fn merge<S: Simd>(
     partial: &[f32],
     first: bool,
 ) {
-    let (max, sum) = (partial[0], partial[1]);
+    let (max, sum) = (partial[MAX], s.sum(s.load(partial)));
     let sums = &partial[HEADER..];
     if first {
         *total = Total { max, sum };
@@ -309,7 +392,7 @@ pub(super) fn merge<S: Simd>(
     let new = if total.max > max { total.max } else { max };
     let mut differences = [0.0; LANES];
     (differences[0], differences[1]) = (total.max - new, max - new);
-    let factors = s.lanes(math::exp(s, s.load(&differences)));
+    let factors = s.lanes(math::exp2(s, s.load(&differences)));
     let (a, b) = (factors[0], factors[1]);
     *total = Total { max: new, sum: b.mul_add(sum, a * total.sum) };
     for (out, x) in out.chunks_exact_mut(LANES).zip(sums.chunks_exact(LANES)) {

@@ -318,6 +318,8 @@ fn refuses_what_it_cannot_do() {
         Attention { heads: 8, ..good },
         Attention { heads: usize::MAX - 1, ..good },
         Attention { window: Some(0), ..good },
+        Attention { scale: 0.0, ..good },
+        Attention { scale: f32::NAN, ..good },
         Attention { q: good.q.slice(0, 64), ..good },
         Attention { out: good.out.slice(0, 64), ..good },
         Attention { scratch: good.scratch.slice(0, 63), ..good },

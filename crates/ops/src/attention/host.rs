@@ -5,7 +5,9 @@
 //! run side by side, [`SPLITS_AT_ONCE`] at most, leave partial results in scratch, and a second
 //! step merges them in order. Both make the same calls for a row, so its bits don't tell which ran.
 
-use super::block::{HEADER, MAX_QUERIES, Seen, Total, Weights, clear, finish, merge, take_block};
+use super::block::{
+    Block, HEADER, MAX_QUERIES, Seen, Total, Weights, clear, finish, merge, take_block,
+};
 use super::{Attention, SPLIT_PAGES};
 use crate::simd::{Kernel, Simd};
 use crate::{Buf, Cpu, LaneStep, Mem, PAGE_TOKENS};
@@ -15,6 +17,8 @@ pub(super) const SPLITS_AT_ONCE: usize = 32;
 /// Scratch for a query's running total.
 pub(super) const TOTAL_BYTES: usize = 64;
 const SPLIT_TOKENS: usize = SPLIT_PAGES * PAGE_TOKENS;
+/// Runs of splits per thread: enough for the last ones to end at about the same time.
+const RUNS_PER_THREAD: usize = 8;
 /// Work items per thread below which splits run in parallel.
 const ITEMS_PER_THREAD: usize = 4;
 
@@ -46,13 +50,19 @@ pub(super) fn run(op: &Attention, mem: &Mem, cpu: &Cpu) {
 /// Waves of `width` splits of every tile, each followed by a merge into the rows' totals.
 fn side_by_side(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu) {
     let items = tiles.count() * tiles.op.kv.kv_heads;
+    // Neighbouring splits go to the same thread, which reads ahead from one into the next.
+    let run = (items * width / (RUNS_PER_THREAD * cpu.pool.threads())).clamp(1, width);
+    let runs = width.div_ceil(run);
     for wave in (0..splits).step_by(width) {
-        cpu.pool.run(items * width, &|chunk| {
-            let Some(tile) = tiles.item(chunk / width) else { return };
-            let split = tile.splits().start + wave + chunk % width;
-            if split < tile.splits().end {
-                let partials = tile.mem.get_mut(tiles.partial(&tile, chunk % width));
-                cpu.isa.dispatch(Split { tile, split, partials });
+        cpu.pool.run(items * runs, &|chunk| {
+            let Some(tile) = tiles.item(chunk / runs) else { return };
+            let first = chunk % runs * run;
+            for nth in first..(first + run).min(width) {
+                let split = tile.splits().start + wave + nth;
+                if split < tile.splits().end {
+                    let partials = tile.mem.get_mut(tiles.partial(&tile, nth));
+                    cpu.isa.dispatch(Split { tile, split, partials });
+                }
             }
         });
         cpu.pool.run(items, &|chunk| {
@@ -213,6 +223,25 @@ impl<'a> Tile<'a> {
         first..last
     }
 
+    /// The keys and values of one page of the lane.
+    fn block(&self, page: u32) -> Block<'a> {
+        let (kv, page) = (&self.op.kv, page as usize);
+        Block {
+            keys: self.mem.get(kv.key_block(page, self.kv_head)),
+            values: self.mem.get(kv.value_block(page, self.kv_head)),
+        }
+    }
+
+    fn prefetch_first(&self) {
+        let table = self.op.kv.pages(self.mem, self.step.slot);
+        self.block(table[self.pages().start]).prefetch_keys();
+    }
+
+    /// The pages of the lane that the tile's rows see.
+    fn pages(&self) -> std::ops::Range<usize> {
+        self.visible(0).0 / PAGE_TOKENS..self.visible(self.rows - 1).1.div_ceil(PAGE_TOKENS)
+    }
+
     /// The tile's partial results of one split.
     #[inline(always)]
     fn take_split<S: Simd>(
@@ -224,22 +253,23 @@ impl<'a> Tile<'a> {
         partials: &mut [f32],
     ) {
         let stride = self.stride();
-        let pages = self.op.kv.pages(self.mem, self.step.slot);
+        let table = self.op.kv.pages(self.mem, self.step.slot);
+        let pages = self.pages();
         let mut seen = [Seen::default(); MAX_QUERIES];
         clear(partials, stride);
-        for page in split * SPLIT_PAGES..(split + 1) * SPLIT_PAGES {
+        let own = split * SPLIT_PAGES..(split + 1) * SPLIT_PAGES;
+        for page in own.start.max(pages.start)..own.end.min(pages.end) {
             let active = self.look(page * PAGE_TOKENS, &mut seen);
             if active.is_empty() {
                 continue;
             }
-            let pool_page = pages[page] as usize;
             take_block(
                 s,
                 &queries[active.clone()],
                 &seen[active.clone()],
-                self.mem.get(self.op.kv.key_block(pool_page, self.kv_head)),
-                self.mem.get(self.op.kv.value_block(pool_page, self.kv_head)),
-                self.op.scale,
+                self.block(table[page]),
+                self.block(table[(page + 1).min(pages.end - 1)]),
+                self.op.scale * std::f32::consts::LOG2_E,
                 &mut weights[active.clone()],
                 &mut partials[active.start * stride..active.end * stride],
                 stride,
@@ -282,6 +312,7 @@ impl Kernel for Alone<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let queries = self.tile.gather();
+        self.tile.prefetch_first();
         let mut weights = [[0.0; PAGE_TOKENS]; MAX_QUERIES];
         let mut totals = [Total::default(); MAX_QUERIES];
         for split in self.tile.splits() {

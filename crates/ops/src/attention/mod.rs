@@ -41,7 +41,7 @@ pub struct Attention {
     pub lanes: Lanes,
     /// Query heads.
     pub heads: usize,
-    /// Multiplies q · k.
+    /// Multiplies q · k. Positive.
     pub scale: f32,
     /// Whether a row sees only itself and what came before.
     pub causal: bool,
@@ -114,6 +114,8 @@ impl Op for Attention {
             heads.checked_rem(kv_heads) == Some(0) && (1..=MAX_GROUP).contains(&(heads / kv_heads));
         let what = || format!("{heads} query heads on {kv_heads} key/value heads");
         Unsupported::unless(group, name, what, "1 to 48 query heads for each key/value head")?;
+        let scale = self.scale.is_finite() && self.scale > 0.0;
+        Unsupported::unless(scale, name, || format!("scale {}", self.scale), "positive numbers")?;
         let window = self.window != Some(0);
         Unsupported::unless(window, name, || "a window of 0".to_owned(), "a row sees itself")?;
         let shape = [self.lanes.rows, heads, self.kv.head_dim];

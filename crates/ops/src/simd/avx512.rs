@@ -122,10 +122,7 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn scale_pow2(self, a: __m512, n: __m512) -> __m512 {
         // SAFETY: see the impl.
-        unsafe {
-            let n = _mm512_add_epi32(_mm512_cvttps_epi32(n), _mm512_set1_epi32(127));
-            _mm512_mul_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32::<23>(n)))
-        }
+        unsafe { _mm512_scalef_ps(a, n) }
     }
     #[inline(always)]
     fn exponent(self, a: __m512) -> __m512 {

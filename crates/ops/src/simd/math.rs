@@ -16,6 +16,22 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     s.select_lt(x, s.splat(-87.3), s.splat(0.0), e)
 }
 
+/// 2^x in f32 for x up to 127, relative error below 1e-7 (measured in the tests). Below −126 the result
+/// is that of −126; exp2(0) is exactly 1. NaN stays NaN. Half the work of [`exp`].
+///
+/// x = n + r with |r| ≤ ½, then a polynomial of degree 6 through (2^r − 1) / r at the Chebyshev nodes.
+#[inline(always)]
+pub fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
+    let x = s.max(s.splat(-126.0), x);
+    let n = s.round(x);
+    let r = s.sub(x, n);
+    let mut p = s.splat(1.545_316_3e-4);
+    for c in [1.339_086_3e-3, 9.618_083e-3, 5.550_357e-2, 0.240_226_5, 0.693_147_2, 1.0] {
+        p = s.fma(p, r, s.splat(c));
+    }
+    s.scale_pow2(p, n)
+}
+
 /// e^x = p · 2^n with p in about √½..√2.
 #[inline(always)]
 fn exp_parts<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
@@ -143,6 +159,40 @@ mod tests {
         fn run<S: Simd>(self, s: S) {
             for (x, y) in self.0.chunks(LANES).zip(self.1.chunks_mut(LANES)) {
                 s.store(exp(s, s.load(x)), y);
+            }
+        }
+    }
+
+    struct Exp2All<'a>(&'a [f32], &'a mut [f32]);
+    impl Kernel for Exp2All<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            for (x, y) in self.0.chunks(LANES).zip(self.1.chunks_mut(LANES)) {
+                s.store(exp2(s, s.load(x)), y);
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_is_accurate_and_equal_on_every_isa() {
+        let mut x: Vec<f32> = (0..64_000).map(|i| -130.0 + i as f32 * (257.0 / 64_000.0)).collect();
+        x[..4].copy_from_slice(&[0.0, -0.0, f32::NAN, f32::NEG_INFINITY]);
+        let mut want = vec![0.0; x.len()];
+        Isa::Portable.dispatch(Exp2All(&x, &mut want));
+        assert_eq!(want[..2], [1.0, 1.0]);
+        assert!(want[2].is_nan());
+        for (&x, &y) in x.iter().zip(&want).filter(|(x, _)| !x.is_nan()) {
+            let exact = f64::from(x.max(-126.0)).exp2();
+            assert!((f64::from(y) / exact - 1.0).abs() < 1e-7, "exp2({x}) = {y}, want {exact}");
+        }
+        for isa in Isa::available() {
+            let mut got = vec![0.0; x.len()];
+            isa.dispatch(Exp2All(&x, &mut got));
+            for i in 0..x.len() {
+                let same =
+                    got[i].to_bits() == want[i].to_bits() || got[i].is_nan() && want[i].is_nan();
+                assert!(same, "{}: exp2({}) = {} want {}", isa.name(), x[i], got[i], want[i]);
             }
         }
     }

@@ -239,6 +239,22 @@ pub trait Simd: Copy + Send + Sync + 'static {
     ) -> [[Self::F; 2]; R];
 }
 
+/// Bytes of a cache line.
+pub const CACHE_LINE: usize = 64;
+
+/// Asks for a cache line, into the second level, that will be read soon. Any address will do; nothing is accessed.
+#[inline(always)]
+pub fn prefetch<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which neither faults nor reads; SSE is part of the architecture.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// The tree of [`Simd::sum`] on an array.
 #[inline(always)]
 pub(crate) fn sum_tree(mut x: [f32; LANES]) -> f32 {
