@@ -14,7 +14,7 @@ use crate::synth::{self, SynthMatrix};
 /// Where the numbers come from.
 #[derive(Debug)]
 enum Numbers {
-    Files(Reader),
+    Files(Box<Reader>),
     Synth { name: PathBuf, seed: u64 },
 }
 
@@ -71,7 +71,7 @@ impl TargetSource {
         // A tied model may come with a copy of its table.
         used.push(Logical::LmHead);
         reader.check_all_used(&used, spec.num_hidden_layers())?;
-        Ok(TargetSource { spec, generation, numbers: Numbers::Files(reader) })
+        Ok(TargetSource { spec, generation, numbers: Numbers::Files(Box::new(reader)) })
     }
 
     /// The geometry.
@@ -165,7 +165,7 @@ impl DraftSource {
             verify(&reader, weight, spec.matrix_shape(weight), spec.vector_len(weight))?;
         }
         reader.check_all_used(&used, spec.num_hidden_layers())?;
-        Ok(DraftSource { spec, numbers: Numbers::Files(reader) })
+        Ok(DraftSource { spec, numbers: Numbers::Files(Box::new(reader)) })
     }
 
     /// The geometry.

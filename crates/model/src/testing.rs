@@ -16,7 +16,8 @@ pub(crate) enum Flavour {
     Mlx,
 }
 
-type Tensors = Vec<(String, &'static str, Vec<usize>, Vec<u8>)>;
+/// Name, dtype, shape and bytes of each tensor.
+pub(crate) type Tensors = Vec<(String, &'static str, Vec<usize>, Vec<u8>)>;
 
 /// bf16 numbers that depend on their place: 0.5 + i / 64, i from 0 to 15.
 pub(crate) fn bf16(count: usize) -> Vec<u8> {

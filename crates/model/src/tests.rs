@@ -11,8 +11,8 @@ use crate::files::{Checkpoint, GgmlType, Kind};
 use crate::generation::GenerationConfig;
 use crate::spec::{LayerKind, Spec};
 use crate::testing::{
-    Flavour, draft_config, draft_gguf, draft_tensors, target_config, target_file, target_gguf,
-    target_tensors,
+    Flavour, Tensors, draft_config, draft_gguf, draft_tensors, target_config, target_file,
+    target_gguf, target_tensors,
 };
 use crate::{DraftSource, FloatDtype, LoadError, Logical, Source, TargetSource, synth};
 
@@ -193,7 +193,7 @@ fn the_bundled_draft() {
 #[test]
 fn a_missing_misshapen_or_unknown_tensor_is_named() {
     let spec = tiny();
-    let open = |edit: &dyn Fn(&mut Vec<(String, &'static str, Vec<usize>, Vec<u8>)>)| {
+    let open = |edit: &dyn Fn(&mut Tensors)| {
         let mut tensors = target_tensors(&spec, Flavour::Mlx);
         edit(&mut tensors);
         open_safetensors(target_config(&spec, Flavour::Mlx), safetensors(&tensors))
