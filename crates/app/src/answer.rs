@@ -147,3 +147,135 @@ fn give(answer: &mut Answer, delta: &Delta, ids: &[u32], sink: &mut dyn Sink) ->
     answer.text += &delta.answer;
     sink.write(delta, ids)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::generate::Prefill;
+    use crate::terminal::Silent;
+    use crate::text::detokenize::decode;
+    use crate::text::reasoning::Start;
+    use crate::text::tokenizer::Tokenizer;
+    use std::path::Path;
+    use std::sync::LazyLock;
+
+    static TOK: LazyLock<Tokenizer> = LazyLock::new(|| {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/th-tiny/tokenizer.json");
+        Tokenizer::open(Path::new(path)).unwrap()
+    });
+
+    /// Gives its tokens in rounds of these sizes, the first one with the prompt's pass.
+    struct Rounds {
+        ids: Vec<u32>,
+        size: usize,
+        first: bool,
+        left: usize,
+        stopped: bool,
+    }
+
+    impl Generator for Rounds {
+        fn start(
+            &mut self,
+            _prompt: &[u32],
+            options: &GenerateOptions,
+            _cancel: &AtomicBool,
+        ) -> Result<Prefill, GenerateError> {
+            self.left = options.max_tokens.unwrap_or(usize::MAX);
+            Ok(Prefill { cached_tokens: 1 })
+        }
+
+        fn next(&mut self) -> Result<Event, GenerateError> {
+            assert!(!self.stopped);
+            if self.left == 0 {
+                return Ok(Event::End(Finish::Length));
+            }
+            if self.ids.is_empty() {
+                return Ok(Event::End(Finish::Stop));
+            }
+            let first = std::mem::replace(&mut self.first, false);
+            let count = if first { 1 } else { self.size.min(self.ids.len()).min(self.left) };
+            self.left -= count;
+            let accepted = count as u32 - 1;
+            let round = Round { proposed: self.size as u32 - 1, accepted };
+            let ids = self.ids.drain(..count).collect();
+            Ok(Event::Tokens { ids, round: (!first).then_some(round) })
+        }
+
+        fn stop(&mut self) {
+            self.stopped = true;
+        }
+    }
+
+    fn run(text: &str, size: usize, max_tokens: Option<usize>, stops: &[&str]) -> Answer {
+        let ids = TOK.encode_ordinary(text).unwrap();
+        let mut rounds = Rounds { ids, size, first: true, left: 0, stopped: false };
+        let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
+        let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
+        let stream = StreamOptions { stops, start: Start::Either, keep_special: false };
+        let cancel = AtomicBool::new(false);
+        let tok = Some(&*TOK as &dyn Tok);
+        answer(&mut rounds, tok, &[1, 2], &options, &stream, &cancel, &mut Silent).unwrap()
+    }
+
+    #[test]
+    fn a_stop_string_counts_before_the_limit() {
+        let text = "The quick brown fox jumps over the lazy dog.";
+        let ids = TOK.encode_ordinary(text).unwrap();
+        let meets = |n: &usize| decode(&*TOK, &ids[..*n], false).contains("own fox");
+        let needed = (1..=ids.len()).find(meets).unwrap();
+        for size in 1..6 {
+            for limit in 1..ids.len() + 2 {
+                let answer = run(text, size, Some(limit), &["own fox"]);
+                let (finish, expected) = match limit >= needed {
+                    true => (Finish::Stop, "The quick br".to_owned()),
+                    false => (Finish::Length, decode(&*TOK, &ids[..limit], false)),
+                };
+                assert_eq!(answer.finish, Some(finish), "{size} {limit}");
+                assert_eq!(answer.text, expected, "{size} {limit}");
+                assert_eq!(answer.tokens, ids[..limit.min(needed)], "{size} {limit}");
+            }
+        }
+    }
+
+    #[test]
+    fn figures_count_what_was_measured() {
+        let text = "one two three four five six seven eight";
+        let answer = run(text, 3, None, &[]);
+        assert_eq!((answer.text.as_str(), answer.finish), (text, Some(Finish::Stop)));
+        let figures = answer.figures;
+        assert_eq!((figures.prompt_tokens, figures.cached_tokens), (2, 1));
+        assert_eq!((figures.output_tokens, figures.decode_tokens), (8, 7));
+        // 1 + 3 + 3 + 1: three rounds, two of them accepted whole.
+        assert_eq!((figures.rounds, figures.timed_rounds, figures.round_tokens), (3, 3, 7));
+        assert_eq!((figures.drafted_rounds, figures.full_rounds), (3, 2));
+        assert!(figures.first_token > std::time::Duration::ZERO);
+    }
+
+    #[test]
+    fn an_empty_answer_has_a_time_too() {
+        let answer = run("", 1, None, &["x"]);
+        assert_eq!((answer.text.as_str(), answer.finish), ("", Some(Finish::Stop)));
+        assert!(answer.figures.first_token > std::time::Duration::ZERO);
+    }
+
+    #[test]
+    fn an_interrupted_answer_keeps_its_text() {
+        struct Interrupt<'a>(&'a AtomicBool);
+        impl Sink for Interrupt<'_> {
+            fn write(&mut self, _delta: &Delta, _ids: &[u32]) -> io::Result<()> {
+                self.0.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+        }
+        let ids = TOK.encode_ordinary("one two three").unwrap();
+        let mut rounds = Rounds { ids, size: 1, first: true, left: 0, stopped: false };
+        let stream = StreamOptions { stops: vec![], start: Start::Answer, keep_special: false };
+        let cancel = AtomicBool::new(false);
+        let options = GenerateOptions::default();
+        let tok = Some(&*TOK as &dyn Tok);
+        let mut sink = Interrupt(&cancel);
+        let answer = answer(&mut rounds, tok, &[1], &options, &stream, &cancel, &mut sink).unwrap();
+        assert_eq!((answer.text.as_str(), answer.finish), ("one", Some(Finish::Cancelled)));
+        assert!(rounds.stopped);
+    }
+}

@@ -149,16 +149,16 @@ pub struct InspectArgs {
 #[command(next_help_heading = "Sampling (defaults: the model's generation_config.json)")]
 pub struct AnswerArgs {
     /// Randomness; 0 always takes the most likely token
-    #[arg(long, value_name = "T", value_parser = non_negative)]
+    #[arg(long, value_name = "T", value_parser = non_negative, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
     /// Keep the K most likely tokens; 0 is off
     #[arg(long, value_name = "K")]
     pub top_k: Option<u32>,
     /// Keep the most likely tokens that make up this much of the probability; 1 is off
-    #[arg(long, value_name = "P", value_parser = fraction)]
+    #[arg(long, value_name = "P", value_parser = fraction, allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Keep tokens at least this fraction as likely as the best; 0 is off
-    #[arg(long, value_name = "P", value_parser = fraction)]
+    #[arg(long, value_name = "P", value_parser = fraction, allow_negative_numbers = true)]
     pub min_p: Option<f32>,
     /// Penalty on tokens that the answer contains, -2 to 2; 0 is off
     #[arg(long, value_name = "X", value_parser = penalty, allow_negative_numbers = true)]
@@ -167,7 +167,7 @@ pub struct AnswerArgs {
     #[arg(long, value_name = "X", value_parser = penalty, allow_negative_numbers = true)]
     pub frequency_penalty: Option<f32>,
     /// Penalty on tokens that prompt or answer contain, as a factor; 1 is off
-    #[arg(long, value_name = "X", value_parser = positive)]
+    #[arg(long, value_name = "X", value_parser = positive, allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
     /// Makes the answer repeatable
     #[arg(long, value_name = "N")]

@@ -99,7 +99,8 @@ impl Surroundings {
         }
         match self.find_model(Some(asked)) {
             Ok(ModelRef::Path(path)) => Ok(DraftRef::Path(path)),
-            // The command line refuses this spelling: the shape of a made-up draft follows the model.
+            // The command line refuses this spelling: the shape of a made-up draft follows the
+            // model.
             Ok(ModelRef::Synthetic(_)) => Ok(DraftRef::Synthetic),
             Err(error) => Err(NotFound { what: "draft", ..error }),
         }

@@ -80,7 +80,8 @@ fn source(args: &RunArgs) -> anyhow::Result<Source> {
             utf8(bytes, &"standard input")?
         }
     };
-    // A file or `echo` ends with a line break that is no part of a message; raw text stays as it is.
+    // A file or `echo` ends with a line break that is no part of a message; raw text stays as it
+    // is.
     let trimmed = text.strip_suffix('\n').map(|t| t.strip_suffix('\r').unwrap_or(t));
     Ok(Source::Text(match trimmed {
         Some(trimmed) if !args.raw => trimmed.to_owned(),

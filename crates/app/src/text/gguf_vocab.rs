@@ -1,7 +1,7 @@
 //! The tokenizer a GGUF file describes in its metadata, as the contents of a `tokenizer.json`.
 //!
-//! GGUF stores tokens, merges and token types, but only the *name* of the pre-tokenizer and nothing of the normaliser.
-//! Both follow from the name, as the family's own `tokenizer.json` has them.
+//! GGUF stores tokens, merges and token types, but only the *name* of the pre-tokenizer and nothing
+//! of the normaliser. Both follow from the name, as the family's own `tokenizer.json` has them.
 
 use serde_json::{Map, Value, json};
 
@@ -26,7 +26,9 @@ pub struct GgufVocab {
     pub eos_token_id: Option<u32>,
 }
 
-/// Token types of GGUF. Control and user-defined ones are matched in text before BPE; unused ones fill up the table.
+/// Token types of GGUF. Control and user-defined ones are matched in text before BPE; unused ones
+/// fill up the table.
+const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
@@ -34,7 +36,8 @@ const UNUSED: i32 = 5;
 /// How a family cuts text before BPE.
 struct PreTokenizer {
     name: &'static str,
-    /// Split patterns, applied one after the other; none means GPT-2's own pattern, built into ByteLevel.
+    /// Split patterns, applied one after the other; none means GPT-2's own pattern, built into
+    /// ByteLevel.
     patterns: &'static [&'static str],
     /// Whether each digit stands alone before anything else is cut.
     digits: bool,
@@ -128,25 +131,30 @@ fn pre_tokenizer(name: &str) -> Result<&'static PreTokenizer, String> {
     })
 }
 
-/// Ordinary tokens by content, and the added ones, which are matched in text as they stand.
+/// The vocabulary by content, and the added tokens, which are matched in text as they stand.
+///
+/// As in the files that Hugging Face tokenizers write, every id up to the last normal token is in
+/// the vocabulary; added tokens above it are not.
 fn split_tokens(vocab: &GgufVocab) -> (Map<String, Value>, Vec<Value>) {
+    let kind = |id: usize| vocab.token_types.get(id).copied().unwrap_or(NORMAL);
+    let is_added = |id: usize| matches!(kind(id), CONTROL | USER_DEFINED);
+    let is_word = |id: &usize| !is_added(*id) && kind(*id) != UNUSED;
+    let last_word = (0..vocab.tokens.len()).rfind(is_word);
     let (mut words, mut added) = (Map::new(), Vec::new());
-    for (id, content) in vocab.tokens.iter().enumerate() {
-        match vocab.token_types.get(id).copied().unwrap_or(1) {
-            UNUSED => {}
-            _ if content.is_empty() => {}
-            kind @ (CONTROL | USER_DEFINED) => added.push(json!({
+    for (id, content) in vocab.tokens.iter().enumerate().filter(|(_, c)| !c.is_empty()) {
+        if is_added(id) {
+            added.push(json!({
                 "id": id,
                 "content": content,
                 "single_word": false,
                 "lstrip": false,
                 "rstrip": false,
                 "normalized": false,
-                "special": kind == CONTROL,
-            })),
-            _ => {
-                words.entry(content.clone()).or_insert(id.into());
-            }
+                "special": kind(id) == CONTROL,
+            }));
+        }
+        if last_word.is_some_and(|last| id <= last) {
+            words.entry(content.clone()).or_insert(id.into());
         }
     }
     (words, added)
@@ -154,7 +162,8 @@ fn split_tokens(vocab: &GgufVocab) -> (Map<String, Value>, Vec<Value>) {
 
 fn merges(vocab: &GgufVocab) -> Result<Vec<Value>, String> {
     let split = |merge: &String| {
-        // A token may itself be a space in odd files, so the separator is looked for after the first character.
+        // A token may itself be a space in odd files, so the separator is looked for after the
+        // first character.
         let first = merge.chars().next().map_or(0, char::len_utf8);
         let at = merge[first..].find(' ').map(|at| at + first);
         at.map(|at| json!([merge[..at], merge[at + 1..]]))

@@ -1,14 +1,16 @@
 //! Text that remembers which of its characters came from data.
 //!
-//! A chat template glues its own control tokens (`<|im_start|>`) and people's text into one string, and a tokenizer
-//! reads the string. Text that a user typed must never turn into a control token, however the template cut, trimmed or
-//! joined it. So every character of the data that could begin an added token is replaced, before rendering, by a
-//! stand-in character that occurs nowhere else. An added token found in the rendered text can then only be the
-//! template's own, and the text between them gets its characters back before it is encoded as ordinary text: the same
-//! runs, hence the same ids, that a plain render gives when nothing is forged.
+//! A chat template glues its own control tokens (`<|im_start|>`) and people's text into one string,
+//! and a tokenizer reads the string. Text that a user typed must never turn into a control token,
+//! however the template cut, trimmed or joined it. So every character of the data that could begin
+//! an added token is replaced, before rendering, by a stand-in character that occurs nowhere else.
+//! An added token found in the rendered text can then only be the template's own, and the text
+//! between them gets its characters back before it is encoded as ordinary text: the same runs,
+//! hence the same ids, that a plain render gives when nothing is forged.
 //!
-//! The price: a template that looks for `<...>` inside a message does not find it. That is wanted for forged markup;
-//! the one honest use, reasoning tags in a replayed assistant turn, is handled in [`super::chat`].
+//! The price: a template that looks for `<...>` inside a message does not find it. That is wanted
+//! for forged markup; the one honest use, reasoning tags in a replayed assistant turn, is handled
+//! in [`super::chat`].
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -32,7 +34,8 @@ pub struct Marks {
 pub struct NoStandIn;
 
 impl Marks {
-    /// Chooses a stand-in for each of `guarded` that occurs in none of `texts` and nowhere in `data`.
+    /// Chooses a stand-in for each of `guarded` that occurs in none of `texts` and nowhere in
+    /// `data`.
     pub fn choose(guarded: &[char], texts: &[&str], data: &[&Value]) -> Result<Marks, NoStandIn> {
         let mut used = BTreeSet::new();
         texts.iter().for_each(|text| collect(text, &mut used));
@@ -79,7 +82,8 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// Text in which every character in the domain of `marks` came from a template and every stand-in from data.
+    /// Text in which every character in the domain of `marks` came from a template and every
+    /// stand-in from data.
     pub fn new(marked: String, marks: Marks) -> Guarded {
         Guarded { marked, marks }
     }

@@ -6,13 +6,19 @@
 use std::fmt::Write as _;
 
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{Error, ErrorKind, Value};
+use minijinja::{Error, ErrorKind, State, Value};
 
 /// Deeper values than any API accepts; a guard against values built by a template.
 const MAX_DEPTH: usize = 200;
 
+/// Bytes of output that cost one unit of fuel, as in the template engine.
+const BYTES_PER_FUEL: usize = 64;
+
 /// The `tojson` filter, with the arguments that `transformers` gives it.
-pub fn tojson(value: &Value, args: Kwargs) -> Result<Value, Error> {
+///
+/// Fuel is taken while the text grows: a list that holds itself twice, a hundred times over, is
+/// small as a value and endless as text.
+pub fn tojson(state: &State, value: &Value, args: Kwargs) -> Result<Value, Error> {
     let indent: Option<Value> = args.get("indent")?;
     let indent = match indent {
         None => None,
@@ -31,6 +37,7 @@ pub fn tojson(value: &Value, args: Kwargs) -> Result<Value, Error> {
         Some(_) => return Err(invalid("separators must be a pair of strings")),
     };
     let writer = Writer {
+        charge: &|fuel| state.consume_fuel(fuel),
         item,
         key,
         indent,
@@ -43,7 +50,8 @@ pub fn tojson(value: &Value, args: Kwargs) -> Result<Value, Error> {
     Ok(Value::from(out))
 }
 
-struct Writer {
+struct Writer<'a> {
+    charge: &'a dyn Fn(u64) -> Result<(), Error>,
     item: String,
     key: String,
     indent: Option<String>,
@@ -51,11 +59,13 @@ struct Writer {
     sort: bool,
 }
 
-impl Writer {
+impl Writer<'_> {
     fn write(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
         if depth > MAX_DEPTH {
             return Err(invalid("tojson: the value is nested too deeply"));
         }
+        let bytes = value.as_str().map_or(0, str::len);
+        (self.charge)(1 + (bytes / BYTES_PER_FUEL) as u64)?;
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),

@@ -1,9 +1,10 @@
 //! Splits a model's output into reasoning and answer.
 //!
 //! A thinking model writes `<think>\n…\n</think>\n\n…`. Templates usually open the block in the
-//! prompt, so the output begins inside it. Where the tags are tokens of their own, only those tokens
-//! count: the same characters spelt out in the text are a mention, not markup. Where the tokenizer
-//! has no such tokens, the text is searched. Line breaks next to the tags belong to the markup.
+//! prompt, so the output begins inside it. Where the tags are tokens of their own, only those
+//! tokens count: the same characters spelt out in the text are a mention, not markup. Where the
+//! tokenizer has no such tokens, the text is searched. Line breaks next to the tags belong to the
+//! markup.
 
 /// The tag that opens a block of reasoning.
 pub const OPEN: &str = "<think>";
@@ -75,8 +76,8 @@ enum State {
 }
 
 impl Splitter {
-    /// Follows an output that begins as `start` says. `tags_in_text`: the tokenizer has no tokens for the
-    /// tags, so they are looked for in the text.
+    /// Follows an output that begins as `start` says. `tags_in_text`: the tokenizer has no tokens
+    /// for the tags, so they are looked for in the text.
     pub fn new(start: Start, tags_in_text: bool) -> Splitter {
         let state = match start {
             Start::Reasoning => State::Opened,

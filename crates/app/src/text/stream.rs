@@ -1,8 +1,8 @@
 //! From the tokens of one answer to the text that people and programs get.
 //!
-//! Tokens become text ([`Detokenizer`]), text is split into reasoning and answer ([`Splitter`]), and
-//! stop strings are looked for in the answer ([`StopMatcher`]): a stop string met while the model
-//! still thinks would end it without a word said.
+//! Tokens become text ([`Detokenizer`]), text is split into reasoning and answer ([`Splitter`]),
+//! and stop strings are looked for in the answer ([`StopMatcher`]): a stop string met while the
+//! model still thinks would end it without a word said.
 
 use super::detokenize::Detokenizer;
 use super::reasoning::{CLOSE, OPEN, Split, Splitter, Start, Tag};

@@ -1,8 +1,9 @@
 //! Text to token ids.
 //!
-//! [`Tok`] is what the rest of the program sees; [`Tokenizer`] implements it for byte-level BPE on `fastokens`, from a
-//! `tokenizer.json` or from the vocabulary in a GGUF file. Ids equal those of Hugging Face `tokenizers`, with one
-//! deliberate exception: text that came from data never becomes an added token (see [`super::guard`]).
+//! [`Tok`] is what the rest of the program sees; [`Tokenizer`] implements it for byte-level BPE on
+//! `fastokens`, from a `tokenizer.json` or from the vocabulary in a GGUF file. Ids equal those of
+//! Hugging Face `tokenizers`, with one deliberate exception: text that came from data never becomes
+//! an added token (see [`super::guard`]).
 
 use std::path::Path;
 
@@ -12,14 +13,16 @@ use serde_json::Value;
 use super::gguf_vocab::{GgufVocab, tokenizer_json};
 use super::guard::Guarded;
 
-/// The ids a tokenizer file may use, per token it lists: bounds the tables a hostile file can ask for.
+/// The ids a tokenizer file may use, per token it lists: bounds the tables a hostile file can ask
+/// for.
 const IDS_PER_TOKEN: u64 = 8;
 /// Slack on top of [`IDS_PER_TOKEN`], for small vocabularies with a few high ids.
 const IDS_SLACK: u64 = 1024;
 
 /// A tokenizer: text to ids, and ids to the bytes they stand for.
 pub trait Tok: Send + Sync {
-    /// Encodes a rendered prompt: added tokens of the template become their ids, all other text is ordinary.
+    /// Encodes a rendered prompt: added tokens of the template become their ids, all other text is
+    /// ordinary.
     fn encode(&self, text: &Guarded) -> Result<Vec<u32>, TokenizerError>;
 
     /// Encodes text in which nothing is an added token, whatever it looks like.
@@ -40,7 +43,8 @@ pub trait Tok: Send + Sync {
     /// Added tokens as (id, content, special), in order of id.
     fn added(&self) -> &[(u32, String, bool)];
 
-    /// Characters that can begin a control token, to be marked in data before a template is rendered.
+    /// Characters that can begin a control token, to be marked in data before a template is
+    /// rendered.
     fn guarded_chars(&self) -> &[char];
 
     /// What the tokenizer puts before raw text (a BOS id for some families, nothing for Qwen).
@@ -68,7 +72,8 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`, and the added tokens that only `tokenizer_config.json` beside it lists.
+    /// Reads `tokenizer.json`, and the added tokens that only `tokenizer_config.json` beside it
+    /// lists.
     pub fn open(path: &Path) -> Result<Tokenizer, TokenizerError> {
         let file = path.display().to_string();
         let read = |path: &Path| -> Result<Value, TokenizerError> {
@@ -87,7 +92,8 @@ impl Tokenizer {
         Tokenizer::from_json(file, tokenizer_json(vocab).map_err(err)?, None)
     }
 
-    /// Builds a tokenizer from the contents of `tokenizer.json` and `tokenizer_config.json`; `file` is named in errors.
+    /// Builds a tokenizer from the contents of `tokenizer.json` and `tokenizer_config.json`; `file`
+    /// is named in errors.
     pub fn from_json(
         file: &str,
         mut json: Value,
@@ -96,14 +102,16 @@ impl Tokenizer {
         let err = |what: String| TokenizerError { file: file.to_owned(), what };
         merge_added_tokens(&mut json, config).map_err(err)?;
         check_supported(&json).map_err(err)?;
-        // A prompt is never cut or padded behind the caller's back, whatever the training set-up left in the file.
+        // A prompt is never cut or padded behind the caller's back, whatever the training set-up
+        // left in the file.
         for key in ["truncation", "padding"] {
             json[key] = Value::Null;
         }
         let added = added_tokens(&json).map_err(err)?;
         let bytes = TokenBytes::new(&json, &added).map_err(err)?;
         let guarded = guarded_chars(&added);
-        let inner = fastokens::Tokenizer::from_json(json).map_err(|e| err(one_line(&e)))?;
+        fill_holes(&mut json, bytes.len());
+        let inner = fastokens::Tokenizer::from_json(json).map_err(|e| err(load_error(&e)))?;
         let raw_prefix = raw_prefix(&inner).map_err(|e| err(one_line(&e)))?;
         Ok(Tokenizer { file: file.to_owned(), inner, bytes, added, guarded, raw_prefix })
     }
@@ -225,7 +233,8 @@ impl TokenBytes {
     }
 }
 
-/// GPT-2's printable stand-ins for bytes, inverted: entry `c` is the byte that character `c` stands for.
+/// GPT-2's printable stand-ins for bytes, inverted: entry `c` is the byte that character `c` stands
+/// for.
 fn byte_of_char() -> Vec<Option<u8>> {
     let mut table = vec![None; 0x144];
     let mut next = 0x100;
@@ -309,11 +318,40 @@ fn added_tokens(json: &Value) -> Result<Vec<(u32, String, bool)>, String> {
     Ok(tokens)
 }
 
+/// Gives every id below the highest one of the vocabulary a token, as `fastokens` requires.
+///
+/// Files that keep their control tokens out of the vocabulary leave holes where those have low ids.
+/// The filler is not in the byte-level alphabet, so no text can contain it.
+fn fill_holes(json: &mut Value, id_count: usize) {
+    let Some(vocab) = json["model"]["vocab"].as_object_mut() else { return };
+    let mut taken = vec![false; id_count];
+    let mut count = 0;
+    for id in vocab.values().filter_map(Value::as_u64) {
+        taken[id as usize] = true;
+        count = count.max(id as usize + 1);
+    }
+    let holes = (0..count).filter(|&id| !taken[id]);
+    vocab.extend(holes.map(|id| (format!("\u{E000}{id}"), Value::from(id))).collect::<Vec<_>>());
+}
+
+/// What `fastokens` says, except that it calls every malformed BPE model one of another type.
+fn load_error(error: &fastokens::Error) -> String {
+    match one_line(error) {
+        text if text.contains("unsupported model type: Other") => {
+            "model.vocab or model.merges is malformed (an entry of the wrong kind, or a merge of \
+             unknown tokens)"
+                .into()
+        }
+        text => text,
+    }
+}
+
 /// One character of each added token that data must not supply.
 ///
-/// That is the first one which is neither a letter, a digit nor white space, since replacing those would disturb what
-/// templates do with text (trimming, changing case). Added tokens made only of such characters are vocabulary (runs of
-/// spaces, words) and stay available to data, unless they are flagged special.
+/// That is the first one which is neither a letter, a digit nor white space, since replacing those
+/// would disturb what templates do with text (trimming, changing case). Added tokens made only of
+/// such characters are vocabulary (runs of spaces, words) and stay available to data, unless they
+/// are flagged special.
 fn guarded_chars(added: &[(u32, String, bool)]) -> Vec<char> {
     let mut chars: Vec<char> = added
         .iter()
@@ -327,7 +365,8 @@ fn guarded_chars(added: &[(u32, String, bool)]) -> Vec<char> {
     chars
 }
 
-/// The ids put before a text by the tokenizer's post-processor. Ids put after it are for training, not for prompts.
+/// The ids put before a text by the tokenizer's post-processor. Ids put after it are for training,
+/// not for prompts.
 fn raw_prefix(inner: &fastokens::Tokenizer) -> Result<Vec<u32>, fastokens::Error> {
     let (bare, framed) = (inner.encode("a")?, inner.encode_with_special_tokens("a", true)?);
     let at = framed.windows(bare.len().max(1)).position(|window| window == bare);

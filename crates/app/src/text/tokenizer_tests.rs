@@ -18,15 +18,18 @@ fn bundled_json() -> Value {
 struct Pair {
     ours: Tokenizer,
     oracle: tokenizers::Tokenizer,
-    ordinary_oracle: tokenizers::Tokenizer,
+    /// The same without added tokens; slow to build, so only for some.
+    ordinary_oracle: Option<tokenizers::Tokenizer>,
 }
 
 impl Pair {
-    fn new(json: &Value) -> Pair {
+    fn new(json: &Value, with_ordinary: bool) -> Pair {
         let oracle = tokenizers::Tokenizer::from_str(&json.to_string()).unwrap();
-        let mut bare = json.clone();
-        bare["added_tokens"] = json!([]);
-        let ordinary_oracle = tokenizers::Tokenizer::from_str(&bare.to_string()).unwrap();
+        let ordinary_oracle = with_ordinary.then(|| {
+            let mut bare = json.clone();
+            bare["added_tokens"] = json!([]);
+            tokenizers::Tokenizer::from_str(&bare.to_string()).unwrap()
+        });
         Pair {
             ours: Tokenizer::from_json("test", json.clone(), None).unwrap(),
             oracle,
@@ -39,8 +42,10 @@ impl Pair {
             |oracle: &tokenizers::Tokenizer| oracle.encode(text, false).unwrap().get_ids().to_vec();
         let trusted = self.ours.encode(&Guarded::trusted(text)).unwrap();
         prop_assert_eq!(&trusted, &ids(&self.oracle), "trusted {:?}", text);
-        let ordinary = self.ours.encode_ordinary(text).unwrap();
-        prop_assert_eq!(&ordinary, &ids(&self.ordinary_oracle), "ordinary {:?}", text);
+        if let Some(oracle) = &self.ordinary_oracle {
+            let ordinary = self.ours.encode_ordinary(text).unwrap();
+            prop_assert_eq!(&ordinary, &ids(oracle), "ordinary {:?}", text);
+        }
         prop_assert_eq!(
             decode(&self.ours, &trusted, true),
             self.oracle.decode(&trusted, false).unwrap()
@@ -78,10 +83,12 @@ fn gguf(pre: &str) -> GgufVocab {
     }
 }
 
-static BUNDLED: LazyLock<Pair> = LazyLock::new(|| Pair::new(&bundled_json()));
+static BUNDLED: LazyLock<Pair> = LazyLock::new(|| Pair::new(&bundled_json(), true));
 const PRES: [&str; 6] = ["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35", "default"];
 static BY_PRE: LazyLock<Vec<Pair>> = LazyLock::new(|| {
-    PRES.iter().map(|pre| Pair::new(&tokenizer_json(&gguf(pre)).unwrap())).collect()
+    PRES.iter()
+        .map(|pre| Pair::new(&tokenizer_json(&gguf(pre)).unwrap(), *pre == "qwen35"))
+        .collect()
 });
 
 /// Text with everything that tokenizers get wrong.
@@ -110,7 +117,7 @@ fn texts() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
     fn the_bundled_tokenizer_equals_the_oracle(text in texts()) {
         BUNDLED.check(&text)?;
@@ -118,7 +125,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(600))]
+    #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
     fn every_gguf_pre_tokenizer_equals_the_oracle(text in texts(), which in 0..PRES.len()) {
         BY_PRE[which].check(&text).map_err(|e| TestCaseError::fail(format!("{}: {e}", PRES[which])))?;
@@ -215,7 +222,7 @@ fn unsupported_files_are_refused_by_name() {
         (&|j| j["added_tokens"][1]["id"] = json!(0), "twice"),
         (&|j| j["model"]["vocab"]["the"] = json!(1u64 << 40), "far above"),
         (&|j| j["model"]["vocab"] = json!([]), "vocab"),
-        (&|j| j["model"]["merges"] = json!([["nothing", "known"]]), "nothing"),
+        (&|j| j["model"]["merges"] = json!([["nothing", "known"]]), "merge of unknown tokens"),
     ] {
         let message = changed(change);
         assert!(message.starts_with("t.json: ") && message.contains(word), "{word}: {message}");
