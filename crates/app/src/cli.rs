@@ -1,0 +1,393 @@
+//! The command line: what may be asked, and what it means.
+
+use std::path::PathBuf;
+
+use clap::{Args, CommandFactory, Parser, Subcommand};
+
+use crate::config::Surroundings;
+use crate::generate::{Acceptance, GenerateOptions, Isa, LoadRequest, Sampling};
+
+/// Runs Qwen3.5-family hybrid models in 4 bits, with drafts verified in one pass.
+#[derive(Debug, Parser)]
+#[command(name = "th-engine", version = version(), arg_required_else_help = true, max_term_width = 100)]
+#[command(after_help = "\
+Environment: TH_ENGINE_MODELS (folders of models, separated as in PATH), TH_ISA (as --isa), NO_COLOR.
+Exit status: 0 done, 1 failed while running, 2 wrong command line, 3 model not found or not loaded, \
+130 interrupted.")]
+pub struct Cli {
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+
+    /// Model and machine
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// Version and commit of this build.
+pub fn version() -> &'static str {
+    concat!(env!("CARGO_PKG_VERSION"), " (", env!("TH_ENGINE_COMMIT"), ")")
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Talk with a model
+    #[command(long_about = "\
+Talk with a model. Answers stream to standard output, figures go to standard error after each one.
+With standard input from a file or pipe, each line is one message. Ctrl-C stops an answer; /help \
+lists the commands.")]
+    Chat(ChatArgs),
+    /// Answer one prompt and leave
+    #[command(long_about = "\
+Answer one prompt and leave. The prompt comes from --prompt, --prompt-file, --tokens or standard \
+input; it is one user message in the model's chat template unless --raw or --tokens is given.
+The answer goes to standard output. Reasoning is shown there on a terminal, and goes to standard \
+error otherwise.")]
+    Run(Box<RunArgs>),
+    /// Describe a model: shapes, memory, expected speed, tokenizer, template
+    Inspect(InspectArgs),
+}
+
+/// Model and machine, for every command.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Model and machine")]
+pub struct EngineArgs {
+    /// Model: a folder, a .gguf file, a name in a model folder, or synth:SHAPE [default: th-tiny]
+    #[arg(long = "model", global = true, value_name = "MODEL")]
+    pub model: Option<String>,
+
+    /// What proposes tokens: auto (the folder MODEL-dflash, if there is one), none, ngram (repeats
+    /// of the text so far), synth (made-up weights, to measure speed), or a draft model
+    #[arg(long, global = true, value_name = "DRAFT", default_value = "auto", value_parser = draft)]
+    pub draft: String,
+
+    /// Compute threads [default: one per physical core]
+    #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+
+    /// Tokens of context [default: what the model allows and memory holds]
+    #[arg(long, global = true, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(16..))]
+    pub context: Option<u32>,
+
+    /// Instruction set of the host kernels; all give the same bits [default: auto]
+    #[arg(long, global = true, value_enum, value_name = "ISA")]
+    pub isa: Option<Isa>,
+}
+
+/// The model as the first argument of a command.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArg {
+    /// The model, as --model
+    #[arg(value_name = "MODEL")]
+    pub name: Option<String>,
+}
+
+/// Options of `chat`.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    /// The model
+    #[command(flatten)]
+    pub model: ModelArg,
+    /// System message of the conversation
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// How answers are made
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+}
+
+/// Options of `run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The model
+    #[command(flatten)]
+    pub model: ModelArg,
+
+    /// The prompt
+    #[arg(long, value_name = "TEXT", group = "source")]
+    pub prompt: Option<String>,
+    /// File with the prompt, in UTF-8; - is standard input
+    #[arg(long, value_name = "FILE", group = "source")]
+    pub prompt_file: Option<PathBuf>,
+    /// The prompt as token ids, e.g. "1,2,3"
+    #[arg(long, value_name = "IDS", group = "source", value_parser = token_ids, conflicts_with_all = ["raw", "system", "no_think"])]
+    pub tokens: Option<TokenIds>,
+
+    /// Continue the prompt as it stands, without the chat template; control tokens in it count
+    #[arg(long, conflicts_with_all = ["system", "no_think"])]
+    pub raw: bool,
+    /// System message before the prompt
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// Print one JSON object instead of text: text, reasoning, tokens, finish_reason, usage,
+    /// timings, model, draft, device, build
+    #[arg(long)]
+    pub json: bool,
+    /// How the answer is made
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+}
+
+/// Token ids given on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenIds(pub Vec<u32>);
+
+/// Options of `inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// The model
+    #[command(flatten)]
+    pub model: ModelArg,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How answers are made. Absent options take the model's own defaults.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Sampling (defaults: the model's generation_config.json)")]
+pub struct AnswerArgs {
+    /// Randomness; 0 always takes the most likely token
+    #[arg(long, value_name = "T", value_parser = non_negative, allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
+    /// Keep the K most likely tokens; 0 is off
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<u32>,
+    /// Keep the most likely tokens that make up this much of the probability; 1 is off
+    #[arg(long, value_name = "P", value_parser = fraction, allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Keep tokens at least this fraction as likely as the best; 0 is off
+    #[arg(long, value_name = "P", value_parser = fraction, allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Penalty on tokens that the answer contains, -2 to 2; 0 is off
+    #[arg(long, value_name = "X", value_parser = penalty, allow_negative_numbers = true)]
+    pub presence_penalty: Option<f32>,
+    /// Penalty on tokens for each time the answer contains them, -2 to 2; 0 is off
+    #[arg(long, value_name = "X", value_parser = penalty, allow_negative_numbers = true)]
+    pub frequency_penalty: Option<f32>,
+    /// Penalty on tokens that prompt or answer contain, as a factor; 1 is off
+    #[arg(long, value_name = "X", value_parser = positive, allow_negative_numbers = true)]
+    pub repetition_penalty: Option<f32>,
+    /// Makes the answer repeatable
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// How proposals are accepted; the distribution of answers is the same for all
+    /// [default: greedy at temperature 0, invariant with --seed, else block]
+    #[arg(long, value_enum, value_name = "RULE")]
+    pub acceptance: Option<Acceptance>,
+    /// The most tokens to generate [default: until the model stops or the context is full]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_tokens: Option<u32>,
+    /// End the answer before this text; may be given several times
+    #[arg(long = "stop", value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub stops: Vec<String>,
+    /// Ask the model not to think before it answers
+    #[arg(long)]
+    pub no_think: bool,
+}
+
+impl AnswerArgs {
+    /// The part that concerns the engine.
+    pub fn generate_options(&self) -> GenerateOptions {
+        GenerateOptions {
+            sampling: Sampling {
+                temperature: self.temperature,
+                top_k: self.top_k,
+                top_p: self.top_p,
+                min_p: self.min_p,
+                presence_penalty: self.presence_penalty,
+                frequency_penalty: self.frequency_penalty,
+                repetition_penalty: self.repetition_penalty,
+                seed: self.seed,
+                acceptance: self.acceptance,
+            },
+            max_tokens: self.max_tokens.map(|n| n as usize),
+        }
+    }
+}
+
+impl Cli {
+    /// Parses a command line and checks what no single option can.
+    pub fn parse_checked(
+        args: impl IntoIterator<Item = std::ffi::OsString>,
+    ) -> Result<Cli, clap::Error> {
+        let cli = Cli::try_parse_from(args)?;
+        let conflict = |message: String| {
+            Err(Cli::command().error(clap::error::ErrorKind::ArgumentConflict, message))
+        };
+        if let (Some(option), Some(argument)) = (&cli.engine.model, &cli.positional_model().name) {
+            return conflict(format!(
+                "the model is given twice: --model {option} and {argument}; give one of them"
+            ));
+        }
+        let answer = match &cli.command {
+            Command::Chat(args) => Some(&args.answer),
+            Command::Run(args) => Some(&args.answer),
+            Command::Inspect(_) => None,
+        };
+        if let Some(answer) = answer
+            && answer.acceptance == Some(Acceptance::Greedy)
+            && answer.temperature.is_some_and(|t| t > 0.0)
+        {
+            return conflict(
+                "--acceptance greedy needs temperature 0; leave one of the two out".into(),
+            );
+        }
+        Ok(cli)
+    }
+
+    /// The model named by either spelling.
+    pub fn model_name(&self) -> Option<&str> {
+        self.engine.model.as_deref().or(self.positional_model().name.as_deref())
+    }
+
+    /// Resolves the names in the command line.
+    pub fn load_request(&self, surroundings: &Surroundings) -> anyhow::Result<LoadRequest> {
+        let model = surroundings.find_model(self.model_name())?;
+        Ok(LoadRequest {
+            draft: surroundings.find_draft(&self.engine.draft, &model)?,
+            model,
+            threads: self.engine.threads.map(|n| n as usize),
+            context: self.engine.context.map(|n| n as usize),
+            isa: surroundings.isa(self.engine.isa).map_err(anyhow::Error::msg)?,
+        })
+    }
+
+    fn positional_model(&self) -> &ModelArg {
+        match &self.command {
+            Command::Chat(args) => &args.model,
+            Command::Run(args) => &args.model,
+            Command::Inspect(args) => &args.model,
+        }
+    }
+}
+
+fn number(text: &str) -> Result<f32, String> {
+    let value: f32 = text.parse().map_err(|_| "not a number".to_owned())?;
+    if value.is_finite() { Ok(value) } else { Err("not a finite number".into()) }
+}
+
+fn non_negative(text: &str) -> Result<f32, String> {
+    number(text).and_then(|x| if x >= 0.0 { Ok(x) } else { Err("must not be negative".into()) })
+}
+
+fn positive(text: &str) -> Result<f32, String> {
+    number(text).and_then(|x| if x > 0.0 { Ok(x) } else { Err("must be above 0".into()) })
+}
+
+fn fraction(text: &str) -> Result<f32, String> {
+    let inside = |x: &f32| (0.0..=1.0).contains(x);
+    number(text).and_then(|x| Some(x).filter(inside).ok_or("must be from 0 to 1".into()))
+}
+
+fn penalty(text: &str) -> Result<f32, String> {
+    let inside = |x: &f32| (-2.0..=2.0).contains(x);
+    number(text).and_then(|x| Some(x).filter(inside).ok_or("must be from -2 to 2".into()))
+}
+
+fn draft(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("must not be empty".into()),
+        _ if text.starts_with("synth:") => {
+            Err("the shape of a made-up draft follows the model; use --draft synth".into())
+        }
+        _ => Ok(text.to_owned()),
+    }
+}
+
+fn token_ids(text: &str) -> Result<TokenIds, String> {
+    let id = |part: &str| {
+        part.trim().parse::<u32>().map_err(|_| format!("{:?} is not a token id", part.trim()))
+    };
+    text.split(',').map(id).collect::<Result<_, _>>().map(TokenIds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, String> {
+        let args = std::iter::once("th-engine").chain(line.split_whitespace());
+        Cli::parse_checked(args.map(Into::into)).map_err(|e| e.to_string())
+    }
+
+    fn run_args(line: &str) -> RunArgs {
+        match parse(&format!("run {line}")).unwrap().command {
+            Command::Run(args) => *args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn options_reach_the_engine() {
+        let args = run_args(
+            "--temperature 0.5 --top-k 0 --top-p 1 --min-p 0 --presence-penalty -0.5 \
+             --frequency-penalty 2 --repetition-penalty 1.1 --seed 42 --max-tokens 7 \
+             --acceptance token --stop a --stop b --no-think",
+        );
+        let expected = Sampling {
+            temperature: Some(0.5),
+            top_k: Some(0),
+            top_p: Some(1.0),
+            min_p: Some(0.0),
+            presence_penalty: Some(-0.5),
+            frequency_penalty: Some(2.0),
+            repetition_penalty: Some(1.1),
+            seed: Some(42),
+            acceptance: Some(Acceptance::Token),
+        };
+        let options = args.answer.generate_options();
+        assert_eq!(options, GenerateOptions { sampling: expected, max_tokens: Some(7) });
+        assert_eq!((args.answer.stops, args.answer.no_think), (vec!["a".into(), "b".into()], true));
+    }
+
+    #[test]
+    fn engine_options_stand_on_either_side_of_the_command() {
+        for line in ["--threads 3 run --isa avx2", "run --threads 3 --isa avx2 m"] {
+            let cli = parse(line).unwrap();
+            assert_eq!((cli.engine.threads, cli.engine.isa), (Some(3), Some(Isa::Avx2)));
+        }
+        assert_eq!(parse("run m").unwrap().model_name(), Some("m"));
+        assert_eq!(parse("run --model m").unwrap().model_name(), Some("m"));
+    }
+
+    #[test]
+    fn token_lists() {
+        assert_eq!(run_args("--tokens 1,2,3").tokens, Some(TokenIds(vec![1, 2, 3])));
+        for bad in ["--tokens 1,,2", "--tokens x", "--tokens -1"] {
+            assert!(parse(&format!("run {bad}")).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_asked_is_refused() {
+        for (line, word) in [
+            ("run --temperature -1", "negative"),
+            ("run --temperature nan", "finite"),
+            ("run --top-p 1.5", "from 0 to 1"),
+            ("run --presence-penalty 3", "-2 to 2"),
+            ("run --repetition-penalty 0", "above 0"),
+            ("run --max-tokens 0", "max-tokens"),
+            ("run --stop=", "stop"),
+            ("run --threads 0", "threads"),
+            ("run --draft synth:tiny", "--draft synth"),
+            ("run --model a b", "given twice"),
+            ("run --prompt a --prompt-file b", "cannot be used with"),
+            ("run --prompt a --tokens 1", "cannot be used with"),
+            ("run --tokens 1 --raw", "cannot be used with"),
+            ("run --raw --no-think", "cannot be used with"),
+            ("run --acceptance greedy --temperature 1", "temperature 0"),
+            ("run --acceptance best", "possible values"),
+            ("run --colour", "--colour"),
+        ] {
+            let message = parse(line).map(|_| ()).unwrap_err();
+            assert!(message.contains(word), "{line}: {message}");
+        }
+    }
+}

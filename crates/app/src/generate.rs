@@ -1,0 +1,263 @@
+//! The seam between this program and the engine.
+//!
+//! The engine takes and gives token ids, one round at a time; text, terminals and files are this
+//! side's. The commands know only these types, so the tests drive them with a scripted generator.
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+
+use crate::text::gguf_vocab::GgufVocab;
+
+/// What to load, with every name resolved to a place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadRequest {
+    /// The target model.
+    pub model: ModelRef,
+    /// What proposes tokens.
+    pub draft: DraftRef,
+    /// Compute threads; `None` lets the engine choose.
+    pub threads: Option<usize>,
+    /// Tokens of context; `None` lets the engine choose by the memory that is free.
+    pub context: Option<usize>,
+    /// The instruction set of the host kernels.
+    pub isa: Isa,
+}
+
+/// Where the target model comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelRef {
+    /// A folder with `config.json`, or a GGUF file.
+    Path(PathBuf),
+    /// Made-up weights in the shape of a known model, to measure speed.
+    Synthetic(String),
+}
+
+/// What proposes tokens for the target to verify.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DraftRef {
+    /// Nothing: one token a round.
+    None,
+    /// Continuations of earlier occurrences of the last tokens.
+    Ngram,
+    /// A draft model with made-up weights in the shape that fits the target.
+    Synthetic,
+    /// A draft model in a folder or file.
+    Path(PathBuf),
+}
+
+/// Instruction sets of the host kernels. All give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Isa {
+    /// The best this machine has.
+    Auto,
+    /// AVX-512.
+    Avx512,
+    /// AVX2.
+    Avx2,
+    /// No instruction set in particular.
+    Portable,
+}
+
+/// Rules by which proposals are accepted. All give exactly the target's distribution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Acceptance {
+    /// Always the target's most likely token, as at temperature 0.
+    Greedy,
+    /// Token by token: min(1, p/q).
+    Token,
+    /// The whole block at once; never accepts fewer tokens than the token rule on average.
+    Block,
+    /// The same tokens for a seed whatever the draft proposes.
+    Invariant,
+}
+
+/// Sampling options; `None` means the model's own default.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits; 0 is greedy.
+    pub temperature: Option<f32>,
+    /// Keeps the k most likely tokens; 0 is off.
+    pub top_k: Option<u32>,
+    /// Keeps the most likely tokens that make up this mass.
+    pub top_p: Option<f32>,
+    /// Keeps tokens at least this fraction as likely as the best.
+    pub min_p: Option<f32>,
+    /// Subtracted from the logit of each token in the output.
+    pub presence_penalty: Option<f32>,
+    /// Subtracted for each occurrence in the output.
+    pub frequency_penalty: Option<f32>,
+    /// Divides positive and multiplies negative logits of tokens in prompt and output.
+    pub repetition_penalty: Option<f32>,
+    /// Makes the output repeatable.
+    pub seed: Option<u64>,
+    /// How proposals are accepted.
+    pub acceptance: Option<Acceptance>,
+}
+
+/// Options of one generation.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerateOptions {
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// The most tokens to generate; `None` is until the model stops or the context is full.
+    pub max_tokens: Option<usize>,
+}
+
+/// What the start of a generation found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prefill {
+    /// Prompt tokens whose state was reused.
+    pub cached_tokens: usize,
+}
+
+/// What one step of a generation gave.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// New tokens.
+    Tokens {
+        /// Their ids, without any end-of-turn token.
+        ids: Vec<u32>,
+        /// The round that made them; `None` for what the prompt's own pass gave.
+        round: Option<Round>,
+    },
+    /// The generation is over.
+    End(Finish),
+}
+
+/// One round: propose, verify, accept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Round {
+    /// Tokens proposed.
+    pub proposed: u32,
+    /// Of these, tokens accepted.
+    pub accepted: u32,
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model ended its turn, or a stop string was met.
+    Stop,
+    /// The limit of tokens or the end of the context was reached.
+    Length,
+    /// The user interrupted it.
+    Cancelled,
+}
+
+impl Finish {
+    /// The name that APIs use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Finish::Stop => "stop",
+            Finish::Length => "length",
+            Finish::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// Why a generation could not begin or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum GenerateError {
+    /// The prompt does not fit.
+    #[error(
+        "the prompt has {prompt} tokens, but the context holds {context}; shorten it or raise --context"
+    )]
+    ContextOverflow {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens the context holds.
+        context: usize,
+    },
+    /// An option has a value that the engine can't use.
+    #[error("{0}")]
+    Option(String),
+    /// The device failed.
+    #[error("the device failed: {0}")]
+    Device(String),
+}
+
+/// Generates tokens, one generation at a time.
+pub trait Generator {
+    /// Reads the prompt and makes ready for [`Generator::next`]; a generation still running is
+    /// ended first. Comes back early when `cancel` becomes true.
+    fn start(
+        &mut self,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        cancel: &AtomicBool,
+    ) -> Result<Prefill, GenerateError>;
+
+    /// Runs one round. After [`Event::End`] a new generation has to be started.
+    fn next(&mut self) -> Result<Event, GenerateError>;
+
+    /// Ends the generation early, for a stop string or the user. What was generated stays usable
+    /// for the next prompt.
+    fn stop(&mut self);
+}
+
+/// Where the text side of a model is found.
+#[derive(Clone, Debug)]
+pub enum TextSource {
+    /// `tokenizer.json` and the chat template in a folder.
+    Folder(PathBuf),
+    /// The metadata of a GGUF file.
+    Gguf {
+        /// The file, for messages.
+        file: PathBuf,
+        /// The tokenizer.
+        vocab: Box<GgufVocab>,
+        /// `tokenizer.chat_template`.
+        chat_template: Option<String>,
+    },
+    /// None: synthetic models work on token ids only.
+    None,
+}
+
+/// A model that is ready.
+pub struct Loaded {
+    /// Runs it.
+    pub generator: Box<dyn Generator>,
+    /// Where its text side is found.
+    pub text: TextSource,
+    /// Its name.
+    pub model: String,
+    /// The draft's name, or `None` without one.
+    pub draft: Option<String>,
+    /// The device, in words.
+    pub device: String,
+    /// Time of a round in ms if nothing but the weights' bytes counted, where it is known.
+    pub floor_ms_per_round: Option<f64>,
+}
+
+/// How far loading has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress<'a> {
+    /// What is being done, in a few words.
+    pub phase: &'a str,
+    /// Bytes done.
+    pub done_bytes: u64,
+    /// Bytes in all; 0 if unknown.
+    pub total_bytes: u64,
+}
+
+/// A titled list of facts for `inspect`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Section {
+    /// What the facts are about.
+    pub title: String,
+    /// Names and values.
+    pub facts: Vec<(String, String)>,
+}
+
+/// Turns a request into a running model.
+pub trait Loader {
+    /// Loads model and draft.
+    fn load(
+        &self,
+        request: &LoadRequest,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> anyhow::Result<Loaded>;
+
+    /// Describes model, draft, memory plan and expected speed without loading weights.
+    fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)>;
+}
