@@ -1,9 +1,13 @@
 //! The engine: a device, a target, perhaps a draft, and the memory of its lanes.
 
+use std::collections::BTreeMap;
+
 use model::{
     Draft, DraftState, Lane, Scratch, ScratchShape, State, StateShape, Target, page_table,
 };
-use ops::{Buf, Commit, Device, DeviceError, LaneStep, Lanes, PAGE_TOKENS};
+use ops::{
+    Buf, Commit, Counted, Device, DeviceError, DryRun, KvPool, LaneStep, Lanes, PAGE_TOKENS,
+};
 
 use crate::drafter::Drafter;
 use crate::round::{Round, RoundBuffers};
@@ -68,6 +72,24 @@ impl Default for EngineOptions {
     }
 }
 
+/// Bytes that one round must move.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RoundBytes {
+    /// Weights, once for each pass that reads them.
+    pub weights: u64,
+    /// Recurrent state, read and written.
+    pub state: u64,
+    /// Keys and values.
+    pub kv: u64,
+}
+
+impl RoundBytes {
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        self.weights + self.state + self.kv
+    }
+}
+
 /// Everything that runs.
 #[derive(Debug)]
 pub struct Engine<D> {
@@ -100,6 +122,7 @@ impl<D: Device> Engine<D> {
         };
         let max_pages = (options.context + block).div_ceil(PAGE_TOKENS);
         let slots = options.slots;
+        let options = EngineOptions { chunk: options.chunk.max(PAGE_TOKENS), ..options };
         let act = dev.info().act;
         let table = page_table(&mut dev, slots, max_pages)?;
         let state = State::new(&mut dev, &StateShape::of(&target, slots, block, max_pages), table)?;
@@ -142,6 +165,53 @@ impl<D: Device> Engine<D> {
         &self.drafter
     }
 
+    /// What one round at a context of `pos` tokens must move: the numerator of the floor.
+    pub fn round_bytes(&self, pos: usize) -> RoundBytes {
+        let (attention, recurrent) = (self.state.kv.iter(), self.state.cells.iter());
+        let draft_pools = self.draft.iter().flat_map(|(_, state)| &state.kv);
+        // Keys and values, bf16.
+        let per_token = |kv: &KvPool| 4 * (kv.kv_heads * kv.head_dim) as u64;
+        RoundBytes {
+            weights: self.round_ops().values().map(|op| op.cost.weight_bytes).sum(),
+            // Read once and written once.
+            state: 2 * recurrent.map(|c| (c.state.bytes / self.options.slots) as u64).sum::<u64>(),
+            kv: pos as u64 * attention.chain(draft_pools).map(per_token).sum::<u64>(),
+        }
+    }
+
+    /// The ops of one round, by name, with how often they run and what they cost.
+    pub fn round_ops(&self) -> BTreeMap<&'static str, Counted> {
+        let mut dry = DryRun::new(self.dev.info().act);
+        let step = self.step.slice(0, size_of::<LaneStep>());
+        let lanes = Lanes { step, count: 1, rows: self.block, max_rows: self.block };
+        let (target, s) = (&self.target, &self.scratch);
+        model::forward(&mut dry, target, &self.state, s, lanes, Commit::Deferred, 0..self.block);
+        if let (Drafter::DFlash, Some((draft, state))) = (&self.drafter, &self.draft) {
+            model::draft_context(&mut dry, draft, state, s.features, lanes);
+            model::draft_block(&mut dry, draft, target, state, lanes);
+            dry.run(&self.buffers.top_k(state, target, lanes));
+            dry.run(&self.buffers.propose(draft, state, target, s.ids, lanes));
+        }
+        dry.run(&self.buffers.accept(target, s.ids, s.logits, lanes));
+        dry.ops
+    }
+
+    /// Bytes of all matrices on the device, each once.
+    pub fn weight_bytes(&self) -> u64 {
+        let (target, draft) = (self.target.pass_weights(), self.draft.iter());
+        let draft = draft.flat_map(|(draft, _)| draft.pass_weights());
+        let embed = (self.target.embed != self.target.lm_head).then_some(self.target.embed);
+        target.into_iter().chain(draft).chain(embed).map(|w| w.buf.bytes as u64).sum()
+    }
+
+    /// Bytes per second at which the device reads the weights, measured now.
+    pub fn read_bandwidth(&mut self) -> f64 {
+        let target = self.target.pass_weights();
+        let draft = self.draft.iter().flat_map(|(draft, _)| draft.pass_weights());
+        let weights: Vec<Buf> = target.into_iter().chain(draft).map(|w| w.buf).collect();
+        self.dev.read_bandwidth(&weights)
+    }
+
     /// Refuses a prompt that can't be answered.
     pub fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
         let (tokens, context) = (prompt.len(), self.context());
@@ -161,23 +231,20 @@ impl<D: Device> Engine<D> {
         self.state.clear(&mut self.dev, slot as usize, self.options.slots);
     }
 
-    /// Runs tokens into a lane's cache, in passes that end on the absolute page grid, so that the
-    /// state's bits depend on positions alone.
-    pub fn prefill(&mut self, lane: &mut Lane, tokens: &[u32]) -> Result<(), EngineError> {
-        let end = lane.pos as usize + tokens.len();
-        let mut rest = tokens;
-        while !rest.is_empty() {
-            let pos = lane.pos as usize;
-            let grid = (pos + self.options.chunk) / PAGE_TOKENS * PAGE_TOKENS;
-            let rows = grid.min(end) - pos;
-            let (now, later) = rest.split_at(rows);
-            self.prefill_pass(lane, now)?;
-            rest = later;
-        }
-        Ok(())
+    /// Rows of a lane's next prefill pass when `waiting` tokens wait. Passes end on the absolute page
+    /// grid, so that the state's bits depend on positions alone.
+    pub(crate) fn chunk_rows(&self, lane: &Lane, waiting: usize) -> usize {
+        let pos = lane.pos as usize;
+        let end = (pos + self.options.chunk) / PAGE_TOKENS * PAGE_TOKENS;
+        waiting.min(end - pos)
     }
 
-    fn prefill_pass(&mut self, lane: &mut Lane, tokens: &[u32]) -> Result<(), EngineError> {
+    /// Runs tokens into a lane's cache in one pass.
+    pub(crate) fn prefill_pass(
+        &mut self,
+        lane: &mut Lane,
+        tokens: &[u32],
+    ) -> Result<(), EngineError> {
         let rows = tokens.len();
         let lanes = self.set_step(lane, rows);
         let (dev, s) = (&mut self.dev, &self.scratch);

@@ -8,7 +8,7 @@ pub mod sampler;
 mod session;
 
 pub use drafter::{Drafter, HostDrafter};
-pub use engine::{Engine, EngineError, EngineOptions};
+pub use engine::{Engine, EngineError, EngineOptions, RoundBytes};
 pub use round::Round;
 pub use sampler::{Rule, Sampler, SamplingDefaults, SamplingError, SamplingOptions};
-pub use session::{Answer, FinishReason, Request, Session, Stats, Verdict};
+pub use session::{FinishReason, Request, Session, Stats};

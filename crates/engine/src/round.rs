@@ -86,7 +86,7 @@ fn propose<D: Device>(e: &mut Engine<D>, lane: &Lane, anchor: u32) -> usize {
 
 /// Buffers of proposing and accepting, and each slot's sampling state.
 #[derive(Debug)]
-pub struct RoundBuffers {
+pub(crate) struct RoundBuffers {
     candidates: Buf,
     values: Buf,
     top_k_scratch: Buf,
@@ -154,7 +154,7 @@ impl RoundBuffers {
         dev.zero(self.proposals.buf);
     }
 
-    fn top_k(&self, s: &DraftState, target: &Target, lanes: Lanes) -> TopK {
+    pub(crate) fn top_k(&self, s: &DraftState, target: &Target, lanes: Lanes) -> TopK {
         let (stride, valid) = (target.lm_head.n, target.vocab);
         let first = draft_first(lanes);
         let rows = lanes.rows - first;
@@ -171,7 +171,7 @@ impl RoundBuffers {
         }
     }
 
-    fn propose(
+    pub(crate) fn propose(
         &self,
         d: &Draft,
         s: &DraftState,
@@ -200,7 +200,7 @@ impl RoundBuffers {
         }
     }
 
-    fn accept(&self, target: &Target, ids: Buf, logits: Buf, lanes: Lanes) -> Accept {
+    pub(crate) fn accept(&self, target: &Target, ids: Buf, logits: Buf, lanes: Lanes) -> Accept {
         Accept {
             logits,
             logit_rows: LogitRows::All,

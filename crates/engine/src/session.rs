@@ -1,6 +1,5 @@
 //! One conversation: a lane, the tokens in its cache, and the loop that answers.
 
-use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use model::Lane;
@@ -59,17 +58,6 @@ impl Stats {
     }
 }
 
-/// A finished answer.
-#[derive(Clone, Debug)]
-pub struct Answer {
-    /// The tokens, a final stop token included.
-    pub tokens: Vec<u32>,
-    /// Why it ended.
-    pub finish: FinishReason,
-    /// What it took.
-    pub stats: Stats,
-}
-
 /// How an answer is made.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -83,22 +71,36 @@ pub struct Request {
     pub sampler: Sampler,
 }
 
-/// What the caller wants after seeing some tokens: go on, or end the answer keeping only the first
-/// `n` of the tokens it was just shown.
-pub type Verdict = ControlFlow<(usize, FinishReason)>;
-
-/// One conversation on one slot of an engine.
+/// One conversation on one slot of an engine, and the answer under way.
+///
+/// [`Session::begin`] takes a prompt in, each [`Session::next`] runs a round, and
+/// [`Session::truncate`] ends an answer inside the tokens of its last round.
 #[derive(Debug)]
 pub struct Session {
     lane: Lane,
     /// Tokens in the cache, in order: `lane.pos` of them.
     cached: Vec<u32>,
+    /// The last token, not yet in the cache.
+    anchor: u32,
+    /// Tokens of the last round.
+    last: Vec<u32>,
+    request: Option<Request>,
+    started: Instant,
+    stats: Stats,
 }
 
 impl Session {
     /// An empty conversation on a slot.
     pub fn new(slot: u32) -> Session {
-        Session { lane: Lane::new(slot), cached: Vec::new() }
+        Session {
+            lane: Lane::new(slot),
+            cached: Vec::new(),
+            anchor: 0,
+            last: Vec::new(),
+            request: None,
+            started: Instant::now(),
+            stats: Stats::default(),
+        }
     }
 
     /// Tokens in the cache.
@@ -106,81 +108,122 @@ impl Session {
         &self.cached
     }
 
-    /// Answers a prompt. `on_tokens` sees the tokens of each round as they are emitted.
-    pub fn answer<D: Device>(
+    /// What the answer under way, or the last one, took so far.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Takes a prompt into the cache, all but its last token, which is the first round's anchor.
+    /// Stops between passes when `cancel` says so: then no answer is under way.
+    pub fn begin<D: Device>(
         &mut self,
         engine: &mut Engine<D>,
-        request: &Request,
-        on_tokens: &mut dyn FnMut(&[u32]) -> Verdict,
-    ) -> Result<Answer, EngineError> {
+        request: Request,
+        cancel: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        self.request = None;
+        self.started = Instant::now();
+        self.stats = Stats { prompt_tokens: request.prompt.len(), ..Stats::default() };
+        engine.check_prompt(&request.prompt)?;
+        let (&anchor, head) = request.prompt.split_last().ok_or(EngineError::EmptyPrompt)?;
+        self.stats.cached_tokens = self.reuse(engine, &request.prompt);
+        while self.cached.len() < head.len() && !cancel() {
+            let rest = &head[self.cached.len()..];
+            let rows = engine.chunk_rows(&self.lane, rest.len());
+            let outcome = engine.prefill_pass(&mut self.lane, &rest[..rows]);
+            self.reset_if_failed(outcome)?;
+            self.cached.extend_from_slice(&rest[..rows]);
+        }
+        if self.cached.len() < head.len() {
+            return Ok(());
+        }
+        engine.start(self.lane.slot, &request.prompt, &request.sampler, &request.stop_tokens);
+        self.anchor = anchor;
+        let room = request.max_tokens.min(engine.context()) + engine.block();
+        self.cached.reserve(room);
+        self.last.reserve(engine.block());
+        self.stats.prefill = self.started.elapsed();
+        self.request = Some(request);
+        Ok(())
+    }
+
+    /// Runs a round of the answer under way and returns its tokens, or why there are no more. A
+    /// reason comes with the answer's last tokens, a stop token included.
+    pub fn next<D: Device>(
+        &mut self,
+        engine: &mut Engine<D>,
+    ) -> Result<(&[u32], Option<FinishReason>), EngineError> {
+        let Some(request) = &self.request else {
+            return Ok((&[], Some(FinishReason::Cancelled)));
+        };
+        let full = self.lane.pos as usize + 1 >= engine.context();
+        if full || self.stats.completion_tokens >= request.max_tokens {
+            self.request = None;
+            self.last.clear();
+            let why = if full { FinishReason::Context } else { FinishReason::Length };
+            return Ok((&[], Some(why)));
+        }
         let start = Instant::now();
-        let outcome = self.run(engine, request, on_tokens, start);
+        let round = engine.round(&mut self.lane, self.anchor).and_then(|round| {
+            let pos = self.lane.pos;
+            if round.degenerate { Err(EngineError::Degenerate { pos }) } else { Ok(round) }
+        });
+        let round = match round {
+            Ok(round) => round,
+            Err(error) => return self.reset_if_failed(Err(error)),
+        };
+        let emitted = round.tokens();
+        let stats = &mut self.stats;
+        stats.decode += start.elapsed();
+        stats.rounds += 1;
+        stats.proposed += round.proposed;
+        stats.accepted += emitted.len() - 1;
+        stats.full_rounds += usize::from(round.proposed > 0 && emitted.len() > round.proposed);
+        if stats.completion_tokens == 0 {
+            stats.first_token = self.started.elapsed();
+        }
+        let (keep, ended) = cut(emitted, request, stats.completion_tokens);
+        stats.completion_tokens += keep;
+        // The cache takes the anchor and every kept token but the last, which is the next anchor.
+        self.cached.push(self.anchor);
+        self.cached.extend_from_slice(&emitted[..keep - 1]);
+        self.lane.uncommit((emitted.len() - keep) as u32);
+        self.anchor = emitted[keep - 1];
+        self.last.clear();
+        self.last.extend_from_slice(&emitted[..keep]);
+        if ended.is_some() {
+            self.request = None;
+        }
+        Ok((&self.last, ended))
+    }
+
+    /// Ends the answer, of whose last round only the first `keep` tokens count. What was computed
+    /// stays usable for the next prompt.
+    ///
+    /// # Panics
+    /// If the last round had fewer tokens.
+    pub fn truncate(&mut self, keep: usize) {
+        assert!(keep <= self.last.len(), "{keep} of the {} tokens of a round", self.last.len());
+        self.request = None;
+        let dropped = self.last.len() - keep;
+        self.stats.completion_tokens -= dropped;
+        // The last token of a round is never in the cache, so dropping it costs nothing there; but
+        // the first is needed as an anchor.
+        let uncached = dropped.min(self.last.len().saturating_sub(1));
+        self.cached.truncate(self.cached.len() - uncached);
+        self.lane.uncommit(uncached as u32);
+        self.last.truncate(keep);
+    }
+
+    /// Nothing that a failed pass left behind may be used.
+    fn reset_if_failed<T>(&mut self, outcome: Result<T, EngineError>) -> Result<T, EngineError> {
         if outcome.is_err() {
-            // Nothing a failed pass left behind may be used.
+            self.request = None;
             self.cached.clear();
+            self.last.clear();
             self.lane = Lane::new(self.lane.slot);
         }
         outcome
-    }
-
-    fn run<D: Device>(
-        &mut self,
-        engine: &mut Engine<D>,
-        request: &Request,
-        on_tokens: &mut dyn FnMut(&[u32]) -> Verdict,
-        start: Instant,
-    ) -> Result<Answer, EngineError> {
-        engine.check_prompt(&request.prompt)?;
-        let mut stats = Stats { prompt_tokens: request.prompt.len(), ..Stats::default() };
-        stats.cached_tokens = self.reuse(engine, &request.prompt);
-        let (&anchor, head) = request.prompt.split_last().ok_or(EngineError::EmptyPrompt)?;
-        engine.prefill(&mut self.lane, &head[self.cached.len()..])?;
-        self.cached.extend_from_slice(&head[self.cached.len()..]);
-        stats.prefill = start.elapsed();
-        engine.start(self.lane.slot, &request.prompt, &request.sampler, &request.stop_tokens);
-
-        let mut tokens: Vec<u32> = Vec::with_capacity(request.max_tokens.min(engine.context()));
-        self.cached.reserve(request.max_tokens.min(engine.context()) + engine.block());
-        let decode_start = Instant::now();
-        let mut anchor = anchor;
-        let finish = loop {
-            if tokens.len() >= request.max_tokens {
-                break FinishReason::Length;
-            }
-            if self.lane.pos as usize + 1 >= engine.context() {
-                break FinishReason::Context;
-            }
-            let round = engine.round(&mut self.lane, anchor)?;
-            if round.degenerate {
-                return Err(EngineError::Degenerate { pos: self.lane.pos });
-            }
-            let emitted = round.tokens();
-            stats.rounds += 1;
-            stats.proposed += round.proposed;
-            stats.accepted += emitted.len() - 1;
-            stats.full_rounds += usize::from(round.proposed > 0 && emitted.len() > round.proposed);
-            if tokens.is_empty() {
-                stats.first_token = start.elapsed();
-            }
-            let (keep, ended) = cut(emitted, request, tokens.len());
-            let (keep, ended) = match on_tokens(&emitted[..keep]) {
-                ControlFlow::Continue(()) => (keep, ended),
-                ControlFlow::Break((n, why)) => (n.min(keep), Some(why)),
-            };
-            // The cache takes the anchor and all kept tokens but the last, which is the next anchor.
-            let dropped = emitted.len() - keep.max(1);
-            self.lane.uncommit(dropped as u32);
-            self.cached.push(anchor);
-            self.cached.extend_from_slice(&emitted[..keep.max(1) - 1]);
-            anchor = emitted[keep.max(1) - 1];
-            tokens.extend_from_slice(&emitted[..keep]);
-            if let Some(why) = ended {
-                break why;
-            }
-        };
-        stats.decode = decode_start.elapsed();
-        stats.completion_tokens = tokens.len();
-        Ok(Answer { tokens, finish, stats })
     }
 
     /// Keeps the cache if the prompt continues it; empties the lane otherwise. Returns how many

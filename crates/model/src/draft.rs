@@ -44,6 +44,20 @@ pub struct Draft {
     pub eps: f32,
 }
 
+impl Draft {
+    /// Every matrix of the draft's own that a round reads, in order.
+    pub fn pass_weights(&self) -> Vec<Weight> {
+        let mut all = vec![self.fc];
+        for layer in &self.layers {
+            all.extend([layer.q, layer.k, layer.v, layer.o]);
+            all.extend([layer.mlp.gate, layer.mlp.up, layer.mlp.down]);
+            all.extend(layer.convs.iter().flatten().map(|conv| conv.projection));
+        }
+        all.extend(self.selector.as_ref().map(|s| s.projection));
+        all
+    }
+}
+
 /// One layer of a draft.
 #[derive(Debug)]
 pub struct DraftLayer {

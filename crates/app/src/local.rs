@@ -1,0 +1,331 @@
+//! The engine on this machine's CPU, behind the seam of [`crate::generate`].
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Context;
+use engine::ngram::Ngram;
+use engine::{
+    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, Rule, SamplingDefaults,
+    SamplingOptions, Session,
+};
+use model::files::TokenizerSource;
+use model::generation::GenerationConfig;
+use model::{Draft, DraftSource, Target, TargetSource};
+use ops::{ActDtype, Device, DryRun, Host};
+
+use crate::forecast;
+use crate::generate::{
+    Acceptance, DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, Isa,
+    LoadRequest, Loaded, Loader, ModelRef, Prefill, Progress, Round, Section, TextSource,
+};
+use crate::text::gguf_vocab::GgufVocab;
+
+/// Tokens of context unless the request or the model says otherwise.
+const DEFAULT_CONTEXT: usize = 8192;
+
+/// Loads models onto the CPU.
+#[derive(Debug)]
+pub struct Local;
+
+impl Loader for Local {
+    fn load(
+        &self,
+        request: &LoadRequest,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> anyhow::Result<Loaded> {
+        let sources = Sources::open(request)?;
+        let threads = request.threads.unwrap_or_else(physical_cores);
+        let host = Host::new(isa(request.isa)?, threads);
+        let mut engine = build(host, &sources, request, progress)?;
+        let bandwidth = engine.read_bandwidth();
+        let bytes = engine.round_bytes(0).total() as f64;
+        let floor = (bandwidth > 0.0).then(|| 1e3 * bytes / bandwidth);
+        Ok(Loaded {
+            text: text_source(sources.target.tokenizer())?,
+            model: name_of(&request.model),
+            draft: match engine.drafter() {
+                Drafter::DFlash => Some(draft_name(&request.draft)),
+                Drafter::Host(drafter) => Some(drafter.name().to_owned()),
+                Drafter::None => None,
+            },
+            device: engine.dev.info().name,
+            floor_ms_per_round: floor,
+            generator: Box::new(LocalGenerator {
+                defaults: defaults(sources.target.generation()),
+                stops: sources.target.generation().eos_token_ids.clone(),
+                session: Session::new(0),
+                engine,
+                end: Some(Finish::Cancelled),
+            }),
+        })
+    }
+
+    fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
+        let sources = Sources::open(request)?;
+        let threads = request.threads.unwrap_or_else(physical_cores);
+        let host = Host::new(isa(request.isa)?, threads);
+        let device = host.info();
+        let engine = build(DryRun::new(ActDtype::I8), &sources, request, &mut |_| ())?;
+        let mut sections = forecast::sections(&sources.target, sources.draft.as_ref(), &engine);
+        sections.push(forecast::speed(&engine, &device.name, forecast::bandwidth(host)));
+        Ok((sections, text_source(sources.target.tokenizer())?))
+    }
+}
+
+/// Opened checkpoints, nothing loaded.
+struct Sources {
+    target: TargetSource,
+    draft: Option<DraftSource>,
+}
+
+impl Sources {
+    fn open(request: &LoadRequest) -> anyhow::Result<Sources> {
+        let path = model_path(&request.model);
+        let target = TargetSource::open(&path)?;
+        let draft = match &request.draft {
+            DraftRef::None | DraftRef::Ngram => None,
+            DraftRef::Path(path) => Some(DraftSource::open(path, target.spec())?),
+            DraftRef::Synthetic => Some(DraftSource::open(&path, target.spec()).with_context(
+                || "a synthetic draft needs a synthetic model: use --model synth:NAME",
+            )?),
+        };
+        Ok(Sources { target, draft })
+    }
+
+    fn bytes(&self) -> anyhow::Result<u64> {
+        let draft = self.draft.as_ref().map_or(Ok(0), DraftSource::matrix_bytes)?;
+        Ok(self.target.matrix_bytes()? + draft)
+    }
+}
+
+/// Loads weights and allocates lanes on any device.
+fn build<D: Device>(
+    mut dev: D,
+    sources: &Sources,
+    request: &LoadRequest,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> anyhow::Result<Engine<D>> {
+    let total_bytes = sources.bytes()?;
+    let mut phase = "loading the model";
+    let mut base = 0;
+    let mut report = |done: u64| {
+        progress(Progress { phase, done_bytes: base + done, total_bytes });
+    };
+    let target = Target::load(&mut dev, &sources.target, &mut report)?;
+    (phase, base) = ("loading the draft", sources.target.matrix_bytes()?);
+    let mut report = |done: u64| {
+        progress(Progress { phase, done_bytes: base + done, total_bytes });
+    };
+    let draft = match &sources.draft {
+        None => None,
+        Some(source) => Some(Draft::load(&mut dev, source, &mut report)?),
+    };
+    let spec = sources.target.spec();
+    let context = match request.context {
+        Some(context) => context,
+        None => spec.max_position_embeddings.min(DEFAULT_CONTEXT),
+    };
+    let drafter = match (&request.draft, &draft) {
+        (_, Some(_)) => Drafter::DFlash,
+        (DraftRef::Ngram, None) => Drafter::Host(Box::new(Ngram::with_capacity(context))),
+        _ => Drafter::None,
+    };
+    let options = EngineOptions { context, ..EngineOptions::default() };
+    Ok(Engine::new(dev, target, draft, drafter, options)?)
+}
+
+fn isa(isa: Isa) -> anyhow::Result<ops::simd::Isa> {
+    let available = ops::simd::Isa::available();
+    let name = match isa {
+        Isa::Auto => return Ok(available[0]),
+        Isa::Avx512 => "avx512",
+        Isa::Avx2 => "avx2",
+        Isa::Portable => "portable",
+    };
+    let names: Vec<&str> = available.iter().map(|isa| isa.name()).collect();
+    available
+        .into_iter()
+        .find(|isa| isa.name() == name)
+        .with_context(|| format!("this machine has no {name}; it has {}", names.join(", ")))
+}
+
+/// Cores that don't share their arithmetic with another hardware thread; all logical ones where the
+/// system doesn't say.
+fn physical_cores() -> usize {
+    let logical = std::thread::available_parallelism().map_or(1, usize::from);
+    let siblings = (0..logical).filter_map(|cpu| {
+        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+        std::fs::read_to_string(path).ok()
+    });
+    let mut cores: Vec<String> = siblings.collect();
+    cores.sort();
+    cores.dedup();
+    if cores.is_empty() { logical } else { cores.len().min(logical) }
+}
+
+fn model_path(model: &ModelRef) -> PathBuf {
+    match model {
+        ModelRef::Path(path) => path.clone(),
+        ModelRef::Synthetic(name) => PathBuf::from(format!("synth:{name}")),
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into())
+}
+
+fn name_of(model: &ModelRef) -> String {
+    match model {
+        ModelRef::Path(path) => file_name(path),
+        ModelRef::Synthetic(name) => format!("synth:{name}"),
+    }
+}
+
+fn draft_name(draft: &DraftRef) -> String {
+    match draft {
+        DraftRef::Path(path) => file_name(path),
+        _ => "synth".to_owned(),
+    }
+}
+
+fn text_source(source: &TokenizerSource) -> anyhow::Result<TextSource> {
+    match source {
+        TokenizerSource::None => Ok(TextSource::None),
+        TokenizerSource::Folder { tokenizer, .. } => {
+            let folder = tokenizer.parent().unwrap_or(Path::new("."));
+            Ok(TextSource::Folder(folder.to_owned()))
+        }
+        TokenizerSource::Gguf(gguf) => {
+            let owned = |list: Vec<&str>| list.into_iter().map(str::to_owned).collect();
+            Ok(TextSource::Gguf {
+                file: gguf.file().to_owned(),
+                vocab: Box::new(GgufVocab {
+                    model: gguf.model()?.to_owned(),
+                    pre: gguf.pre()?.map(str::to_owned),
+                    tokens: owned(gguf.tokens()?),
+                    merges: owned(gguf.merges()?),
+                    token_types: gguf.token_types()?.into_iter().map(|t| t as i32).collect(),
+                    add_bos: gguf.add_bos()?,
+                    bos_token_id: gguf.special_id("bos")?,
+                    eos_token_id: gguf.special_id("eos")?,
+                }),
+                chat_template: gguf.chat_template()?.map(str::to_owned),
+            })
+        }
+    }
+}
+
+fn defaults(config: &GenerationConfig) -> SamplingDefaults {
+    SamplingDefaults {
+        do_sample: config.do_sample,
+        temperature: config.temperature,
+        top_k: config.top_k,
+        top_p: config.top_p,
+        min_p: config.min_p,
+        presence_penalty: config.presence_penalty,
+        frequency_penalty: config.frequency_penalty,
+        repetition_penalty: config.repetition_penalty,
+    }
+}
+
+/// One conversation on the engine.
+struct LocalGenerator {
+    engine: Engine<Host>,
+    session: Session,
+    defaults: SamplingDefaults,
+    /// Ids that end an answer.
+    stops: Vec<u32>,
+    /// Set when the answer is over: what to say after its last tokens.
+    end: Option<Finish>,
+}
+
+impl Generator for LocalGenerator {
+    fn start(
+        &mut self,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        cancel: &AtomicBool,
+    ) -> Result<Prefill, GenerateError> {
+        let s = &options.sampling;
+        let asked = SamplingOptions {
+            temperature: s.temperature,
+            top_k: s.top_k,
+            top_p: s.top_p,
+            min_p: s.min_p,
+            presence_penalty: s.presence_penalty,
+            frequency_penalty: s.frequency_penalty,
+            repetition_penalty: s.repetition_penalty,
+            logit_bias: Vec::new(),
+            seed: s.seed,
+            rule: s.acceptance.map(rule),
+        };
+        let vocab = self.engine.target().vocab;
+        let sampler = asked
+            .resolve(&self.defaults, vocab)
+            .map_err(|error| GenerateError::Option(error.to_string()))?;
+        let request = Request {
+            prompt: prompt.to_vec(),
+            max_tokens: options.max_tokens.unwrap_or(usize::MAX),
+            stop_tokens: self.stops.clone(),
+            sampler,
+        };
+        let cancelled = || cancel.load(Ordering::Relaxed);
+        self.session.begin(&mut self.engine, request, &cancelled).map_err(generate_error)?;
+        self.end = None;
+        Ok(Prefill { cached_tokens: self.session.stats().cached_tokens })
+    }
+
+    fn next(&mut self) -> Result<Event, GenerateError> {
+        if let Some(finish) = self.end {
+            return Ok(Event::End(finish));
+        }
+        let before = *self.session.stats();
+        let (tokens, ended) = self.session.next(&mut self.engine).map_err(generate_error)?;
+        let mut ids = tokens.to_vec();
+        if let Some(why) = ended {
+            // The end comes with the last tokens; a stop token is not part of the answer.
+            self.end = Some(finish(why));
+            if why == FinishReason::Stop {
+                ids.pop();
+            }
+        }
+        let now = self.session.stats();
+        let round = (now.rounds > before.rounds).then(|| Round {
+            proposed: (now.proposed - before.proposed) as u32,
+            accepted: (now.accepted - before.accepted) as u32,
+        });
+        Ok(Event::Tokens { ids, round })
+    }
+
+    fn stop(&mut self) {
+        self.end = Some(Finish::Cancelled);
+    }
+}
+
+fn rule(acceptance: Acceptance) -> Rule {
+    match acceptance {
+        Acceptance::Greedy => Rule::Greedy,
+        Acceptance::Token => Rule::Token,
+        Acceptance::Block => Rule::Block,
+        Acceptance::Invariant => Rule::Invariant,
+    }
+}
+
+fn finish(why: FinishReason) -> Finish {
+    match why {
+        FinishReason::Stop => Finish::Stop,
+        FinishReason::Length | FinishReason::Context => Finish::Length,
+        FinishReason::Cancelled => Finish::Cancelled,
+    }
+}
+
+fn generate_error(error: EngineError) -> GenerateError {
+    match error {
+        EngineError::PromptTooLong { tokens, context } => {
+            GenerateError::ContextOverflow { prompt: tokens, context }
+        }
+        EngineError::Device(error) => GenerateError::Device(error.to_string()),
+        other => GenerateError::Option(other.to_string()),
+    }
+}
