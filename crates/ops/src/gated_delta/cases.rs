@@ -44,14 +44,11 @@ fn heads(b: &mut Builder, count: usize, dim: usize, length: f32) -> Vec<f32> {
     values
 }
 
-/// Log decays: mostly near 0, some strong.
-fn log_decays(b: &mut Builder, count: usize) -> Vec<f32> {
-    (0..count)
-        .map(|_| {
-            let u = b.uniform();
-            -8.0 * u * u * u
-        })
-        .collect()
+/// Log decays of rows: even heads remember for hundreds of rows, odd heads forget within a few.
+fn log_decays(b: &mut Builder, rows: usize, heads: usize) -> Vec<f32> {
+    let decay =
+        |i: usize, u: f32| if (i % heads).is_multiple_of(2) { -0.02 * u } else { -8.0 * u * u * u };
+    (0..rows * heads).map(|i| decay(i, b.uniform())).collect()
 }
 
 /// Pending rows of all slots and halves, all of them plausible.
@@ -60,7 +57,7 @@ fn pending(b: &mut Builder, g: &GdnGeometry, slots: usize) -> Vec<f32> {
     for _ in 0..2 * slots {
         values.extend(heads(b, BLOCK * g.key_heads, g.key_dim, 1.0));
         values.extend(b.normal_values(BLOCK * g.values(), 0.7));
-        values.extend(log_decays(b, BLOCK * g.value_heads));
+        values.extend(log_decays(b, BLOCK, g.value_heads));
     }
     values
 }
@@ -90,7 +87,7 @@ fn build(
     b.reseed(3);
     let v = b.normal(rows * g.values(), 1.0);
     b.reseed(4);
-    let decays = log_decays(b, rows * g.value_heads);
+    let decays = log_decays(b, rows, g.value_heads);
     b.reseed(5);
     let beta: Vec<f32> = (0..rows * g.value_heads).map(|_| b.uniform()).collect();
     GatedDelta {
@@ -148,6 +145,13 @@ fn agrees_with_the_definition_at_the_largest_shape() {
     conformance("gated_delta 27B", Tolerance::relative(5e-6), |b| {
         let lanes = [(2, 0, 1, 0), (5, 3, 0, 1)];
         build(b, geometry((16, 48), (128, 128)), &lanes, Commit::Deferred, true)
+    });
+}
+
+#[test]
+fn rounding_does_not_grow_over_a_long_prefill() {
+    conformance("gated_delta 1000 rows", Tolerance::relative(5e-6), |b| {
+        build(b, geometry((1, 2), (32, 32)), &[(1000, 1, 3, 1)], Commit::Immediate, true)
     });
 }
 
@@ -327,6 +331,13 @@ fn prefill_may_be_cut_anywhere() {
         for cuts in [&[64, 64, 22][..], &[128, 22], &[70, 80], &[1, 149]] {
             assert!(run(cuts) == whole, "{mode:?} {} cut into {cuts:?}", isa.name());
         }
+
+        // A row lost at a cut must show.
+        let mut stream = Stream::new(mode, isa, geometry((1, 2), (32, 32)), ROWS);
+        stream.pass(64, 64, Commit::Immediate);
+        stream.at += 1;
+        stream.pass(85, 85, Commit::Immediate);
+        assert!(stream.state() != whole.1, "{mode:?} {}", isa.name());
     }
 }
 

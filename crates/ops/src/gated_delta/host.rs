@@ -36,10 +36,11 @@ pub(super) fn run(op: &GatedDelta, mem: &Mem, cpu: &Cpu) {
     let items = |group: usize| op.lanes.count * op.geometry.value_heads * (tiles / group);
     let threads = cpu.pool.threads();
     // Tiles side by side share the broadcasts of k and q and hide each other's latency, as far as
-    // the registers for their sums reach and there are items enough for all threads.
+    // the registers for their sums and the L1 cache reach and there are items enough for all threads.
+    let four = tiles.is_multiple_of(4) && op.geometry.key_dim <= 128 && items(4) >= 2 * threads;
     let group = match cpu.isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 if tiles.is_multiple_of(4) && items(4) >= 2 * threads => 4,
+        Isa::Avx512 if four => 4,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 if tiles.is_multiple_of(2) => 2,
         _ => 1,
@@ -82,7 +83,8 @@ impl<const T: usize> Kernel for Items<'_, T> {
         let part = |item: usize| {
             let step = &self.steps[item / (groups * value_heads)];
             let (head, group) = (item / groups % value_heads, item % groups);
-            Part { op: self.op, mem: self.mem, step, head, first: group * T }
+            let key_head = self.op.geometry.key_head(head);
+            Part { op: self.op, mem: self.mem, step, head, key_head, first: group * T }
         };
         let end = self.items.end;
         for item in self.items {
@@ -117,6 +119,7 @@ struct Part<'a> {
     mem: &'a Mem,
     step: &'a LaneStep,
     head: usize,
+    key_head: usize,
     first: usize,
 }
 
@@ -125,7 +128,7 @@ impl Part<'_> {
     #[inline(always)]
     fn key<'k>(&self, keys: &'k [f32], row: usize) -> &'k [f32] {
         let g = &self.op.geometry;
-        &keys[(row * g.key_heads + g.key_head(self.head)) * g.key_dim..][..g.key_dim]
+        &keys[(row * g.key_heads + self.key_head) * g.key_dim..][..g.key_dim]
     }
 
     /// Where this part's columns of a row of values start.
@@ -275,7 +278,7 @@ impl Part<'_> {
         let gate = half.g.rows(t * g.value_heads + self.head, 1, 4);
         self.mem.get_mut::<f32>(gate)[0] = inputs.g[row * g.value_heads + self.head];
         if self.op.keeps_key(self.head) {
-            let to = half.k.rows(t * g.key_heads + g.key_head(self.head), 1, 4 * g.key_dim);
+            let to = half.k.rows(t * g.key_heads + self.key_head, 1, 4 * g.key_dim);
             self.mem.get_mut::<f32>(to).copy_from_slice(self.key(inputs.k, row));
         }
     }

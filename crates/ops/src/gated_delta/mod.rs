@@ -15,8 +15,10 @@
 //!
 //! A lane of 0 rows just takes up its pending rows. A state with nothing to take up is not written.
 //!
-//! Both forms scan row by row, so a row has the same bits in a verify pass, in a prefill of any
-//! length cut anywhere, and alone.
+//! The host scans row by row in both forms, so a row has the same bits in a verify pass, in a prefill
+//! cut anywhere, and alone (why: docs/decisions/gated-delta-cpu-scan.md). A device with matrix units
+//! may do [`Commit::Immediate`] in chunks (`gdn_chunked` of the numpy reference) that end at absolute
+//! multiples of [`crate::PAGE_TOKENS`], so that bits depend on positions alone.
 //!
 //! Numerics: the state is rounded to f32 once a row, and so is what leaves the op (`out`, d). SIMD
 //! sums a column over even and odd key rows, then adds the two; the reference sums in f64.
