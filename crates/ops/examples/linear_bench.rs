@@ -12,8 +12,16 @@ use ops::{Act, ActDtype, Codes, Device, Format, Host, Linear, LinearPart, Op, Sc
 
 /// Bytes of distinct weights for each shape.
 const WEIGHTS: usize = 192 << 20;
-const SHAPES: [(usize, usize); 6] =
-    [(1536, 576), (3072, 576), (49152, 576), (576, 1536), (17408, 5120), (5120, 17408)];
+const SHAPES: [(usize, usize); 8] = [
+    (1536, 576),
+    (3072, 576),
+    (49152, 576),
+    (576, 1536),
+    (17408, 5120),
+    (5120, 17408),
+    (256, 5120),
+    (64, 17408),
+];
 const ROWS: [usize; 7] = [1, 2, 4, 8, 16, 64, 512];
 
 fn formats() -> Vec<(&'static str, Format)> {

@@ -52,6 +52,19 @@ fn shipped_shapes() {
     }
 }
 
+/// Where activations exceed the first-level cache, tiles keep their sums between chunks of inputs.
+#[test]
+fn inputs_in_chunks() {
+    for (kind, rows, n, k) in [
+        (Kind::Mlx(4, 64, ScaleDtype::Bf16), 8, 544, 3072),
+        (Kind::Mlx(8, 128, ScaleDtype::F16), 10, 40, 5248),
+        (Kind::Ggml(GgmlType::Q4_K), 8, 64, 5120),
+    ] {
+        let name = format!("linear {kind:?} {rows}x{n}x{k}");
+        conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
+    }
+}
+
 #[test]
 fn f32_products_of_quantized_weights() {
     for kind in Kind::quantized() {

@@ -2,12 +2,14 @@
 //!
 //! Work is cut by bytes of weights, over all parts at once. A thread goes through its tiles in the
 //! order of memory; up to [`Simd::DOT_ROWS`] rows share one reading and unpacking of a tile. With more
-//! rows than that, a block of tiles that stays in the second-level cache meets all rows in turn.
+//! rows than that, a block of tiles that stays in the second-level cache meets all rows in turn. Where
+//! the activations of these rows exceed the first-level cache, a few tiles meet one chunk of inputs
+//! before the next. None of this changes the order in which one output's sum grows.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::layout::{Layout, TILE};
+use super::layout::{Layout, SUPER, TILE};
 use super::{Linear, LinearPart, dense, exact};
 use crate::act::ActRow;
 use crate::simd::{Isa, Kernel, LANES, Simd};
@@ -17,10 +19,12 @@ use crate::{ACT_GROUP, ActDtype, ActGroup, Codes, Cpu, IQ4_TABLE, Mem, ScaleDtyp
 const CHUNKS: usize = 6;
 /// Bytes of weights below which cutting finer costs more than it evens out.
 const MIN_CHUNK: usize = 32 << 10;
-/// Bytes of tiles that stay cached while many rows pass.
-const CACHED: usize = 512 << 10;
-/// How far ahead of its use a line of weights is asked for.
-const AHEAD: usize = 2048;
+/// Bytes of tiles that stay in the second-level cache while many rows pass.
+const CACHED: usize = 1 << 20;
+/// Bytes of activations that stay in the first-level cache while some tiles pass.
+const ACT_CACHED: usize = 32 << 10;
+/// Tiles whose sums are kept on the stack meanwhile.
+const TILES: usize = 16;
 
 pub(super) fn run(op: &Linear, mem: &Mem, cpu: &Cpu) {
     let total: usize = op.parts().iter().map(|part| part.weight.buf.bytes).sum();
@@ -159,17 +163,41 @@ impl<C: Unpack, L: Scales, const U: usize, const SYM: bool, const R: usize> Kern
             Row { quants: quants.as_ptr(), groups: groups.as_ptr() }
         });
         let weight = mem.get::<u8>(part.weight.buf);
-        for tile in self.range {
-            let bytes = &weight[tile * bytes..][..bytes];
-            // SAFETY: rows of an `Act` have `width` quants and a group for each 64 of them.
-            let sums = unsafe {
-                product::<S, C, L, U, SYM, R>(s, &layout, bytes, x, op.x.width / ACT_GROUP)
-            };
-            for r in 0..rows {
-                store(s, part, mem, self.row + r, tile, sums[r]);
+        let chunk = chunk_groups(op.x.width, R);
+        let mut kept = [[[s.splat(0.0); 2]; R]; TILES];
+        let groups = op.x.width / ACT_GROUP;
+        for first in self.range.clone().step_by(TILES) {
+            let tiles = first..self.range.end.min(first + TILES);
+            for start in (0..groups).step_by(chunk) {
+                let groups = start..groups.min(start + chunk);
+                for tile in tiles.clone() {
+                    let data = &weight[tile * bytes..][..bytes];
+                    let sums = &mut kept[tile - first];
+                    if start == 0 {
+                        *sums = [[s.splat(0.0); 2]; R];
+                    }
+                    // SAFETY: rows of an `Act` have `width` quants and a group for each 64 of them.
+                    unsafe {
+                        product::<S, C, L, U, SYM, R>(s, &layout, data, x, groups.clone(), sums);
+                    }
+                    if start + chunk >= op.x.width / ACT_GROUP {
+                        for r in 0..rows {
+                            store(s, part, mem, self.row + r, tile, sums[r]);
+                        }
+                    }
+                }
             }
         }
     }
+}
+
+/// Groups of inputs to take before going on to the next tile: as many as keep the activations of
+/// R rows in the first-level cache, in nearly equal chunks of whole spans.
+fn chunk_groups(width: usize, rows: usize) -> usize {
+    let most = ACT_CACHED / (rows * (ACT_GROUP + size_of::<ActGroup>()));
+    let groups = width / ACT_GROUP;
+    let chunks = groups.div_ceil(most.max(1));
+    groups.div_ceil(chunks).next_multiple_of(SUPER / ACT_GROUP)
 }
 
 /// Writes or adds one row's products with one tile.
@@ -283,7 +311,7 @@ struct Row {
     groups: *const ActGroup,
 }
 
-/// R rows of `groups` groups times one tile.
+/// Adds the products of R rows with one tile over `groups`, which begin with a span.
 ///
 /// # Safety
 /// The rows are that long.
@@ -300,29 +328,24 @@ unsafe fn product<
     layout: &Layout,
     tile: &[u8],
     x: [Row; R],
-    groups: usize,
-) -> [[S::F; 2]; R] {
+    groups: Range<usize>,
+    sums: &mut [[S::F; 2]; R],
+) {
     let zero = s.splat(0.0);
-    let mut sums = [[zero; 2]; R];
     let (span_bytes, header) = (layout.span_bytes(), layout.header_bytes());
     let codes = layout.code_bytes(U);
     // Units of one span, and the place of the next unit: its span and the unit in it.
     let span_units = layout.span() / U;
-    let (mut span, mut at) = (tile.as_ptr(), 0);
-    assert!(
-        tile.len() * (span_units * U) == groups * ACT_GROUP * span_bytes,
-        "a tile of {} bytes for {groups} groups in {layout:?}",
-        tile.len()
-    );
-    for g in 0..groups {
+    let spans = |groups: usize| (groups * ACT_GROUP).div_ceil(layout.span());
+    assert!(spans(groups.end) * span_bytes <= tile.len(), "{groups:?} of {layout:?}");
+    let (mut span, mut at) = (tile[spans(groups.start) * span_bytes..].as_ptr(), 0);
+    let mut kept = *sums;
+    for g in groups {
         let mut t = [[zero; 2]; R];
         for u in 0..ACT_GROUP / U {
             // SAFETY: the tile holds all units of all spans, checked above; rows are the caller's.
             let dots = unsafe {
                 let codes = span.add(header + at * codes);
-                for line in 0..16 * U / 64 {
-                    s.prefetch(codes.wrapping_add(AHEAD + 64 * line));
-                }
                 let mut quants = [x[0].quants; R];
                 for r in 0..R {
                     quants[r] = x[r].quants.add(g * ACT_GROUP + u * U);
@@ -364,11 +387,11 @@ unsafe fn product<
             // SAFETY: the caller's.
             let scale = s.splat(unsafe { (*x[r].groups.add(g)).scale });
             for half in 0..2 {
-                sums[r][half] = s.fma(scale, t[r][half], sums[r][half]);
+                kept[r][half] = s.fma(scale, t[r][half], kept[r][half]);
             }
         }
     }
-    sums
+    *sums = kept;
 }
 
 /// How scales are read.

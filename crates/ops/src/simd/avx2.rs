@@ -234,12 +234,6 @@ impl Simd for Avx2 {
             numbers([_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)])
         }
     }
-    #[inline(always)]
-    fn prefetch(self, x: *const u8) {
-        // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.cast()) }
-    }
-
     const DOT_ROWS: usize = 2;
     const HIGH: f32 = 1.0;
 

@@ -196,11 +196,6 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_i8(self, x: &[u8]) -> Self::F;
     /// From each of 16 little-endian words, the bits of `mask` once shifted right, as a number.
     fn load_bits(self, x: &[u8], shift: u32, mask: u32) -> Self::F;
-    /// Asks for the cache line at `x`, which need not be valid memory.
-    #[inline(always)]
-    fn prefetch(self, x: *const u8) {
-        let _ = x;
-    }
 
     /// Rows that one pass of an integer product takes best, at most 8.
     const DOT_ROWS: usize;
