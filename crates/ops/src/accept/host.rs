@@ -8,7 +8,7 @@ use crate::simd::{Kernel, LANES, Simd};
 use crate::{Cpu, Mem, ONE, Rule, SamplerParams};
 
 /// The longest list: top-k up to here never weighs the whole vocabulary.
-pub(super) const LIST: usize = 128;
+pub(super) const LIST: usize = 256;
 
 /// One row's part of scratch: a [`State`], a list of ids and weights, a logit or weight per token.
 pub(super) fn row_bytes(valid: usize) -> usize {
@@ -206,8 +206,9 @@ fn largest<S: Simd>(s: S, logits: &[f32]) -> f32 {
 #[inline(always)]
 fn first<S: Simd>(s: S, logits: &[f32], max: f32) -> u32 {
     for (b, block) in logits.chunks_exact(4 * LANES).enumerate() {
-        let half = |i| s.max(s.load(&block[i..]), s.load(&block[i + LANES..]));
-        if s.reduce_max(s.max(half(0), half(2 * LANES))) == max {
+        let low = s.max(s.load(block), s.load(&block[LANES..]));
+        let high = s.max(s.load(&block[2 * LANES..]), s.load(&block[3 * LANES..]));
+        if s.reduce_max(s.max(low, high)) == max {
             let at = block.iter().position(|&z| z == max).unwrap_or(0);
             return (b * 4 * LANES + at) as u32;
         }

@@ -3,16 +3,17 @@
 //! A short top-k takes a list of the largest logits and works on that. Otherwise every token gets a
 //! weight, in place, and top-p (or a long top-k) finds the key at which the running sum from the
 //! largest down crosses its limit: three histograms of 11, 11 and 10 bits of the key, each over
-//! the tokens of the bucket where the one before crossed. All sums are integers, so the result
+//! the tokens of the bucket where the one before crossed, most of which are few. All sums are integers, so the result
 //! is the definition's.
 
 use std::cmp::Reverse;
 
+use super::host::LIST;
 use crate::SamplerParams;
 use crate::sampling::weights;
 use crate::simd::{LANES, Simd};
 
-/// The distribution of a top-k of `ids.len()`, at most 128: the kept tokens ascending with their
+/// The distribution of a top-k of `ids.len()`, at most [`LIST`]: the kept tokens ascending with their
 /// weights in the front of `ids` and `weights`; how many, and their total.
 #[inline(always)]
 pub(super) fn short<S: Simd>(
@@ -23,7 +24,6 @@ pub(super) fn short<S: Simd>(
     ids: &mut [u32],
     weights_out: &mut [u32],
 ) -> (usize, u64) {
-    const LIST: usize = super::host::LIST;
     let mut values = [f32::NEG_INFINITY; LIST];
     crate::top_k::select(s, logits, ids, &mut values[..ids.len()]);
     let floor = max + params.min_logit;
@@ -87,10 +87,10 @@ pub(super) fn dense<S: Simd>(
     // Tokens this light together weigh no more than what may be dropped, so all of them go.
     let light = ((total - limit) / row.len() as u64) as u32;
     row.iter_mut().for_each(|w| *w = if *w > light { *w } else { 0 });
-    let crossing = crossing(row, |w| w, u64::from, limit);
-    let weight = u64::from(crossing.key);
+    let crossing = crossing(row, weight_key, u64::from, limit);
+    let weight = u64::from(key_weight(crossing.key));
     let stay = (limit - crossing.before).div_ceil(weight);
-    cut(row, |w| w, 0, crossing.key, (crossing.at / weight) as usize, stay as usize);
+    cut(row, |w| w, 0, weight as u32, (crossing.at / weight) as usize, stay as usize);
     crossing.before + stay * weight
 }
 
@@ -132,6 +132,21 @@ fn order_key(bits: u32) -> u32 {
     if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
 }
 
+/// What the key of weight 1 would be, but for the shift: the bits of 1.0.
+const WEIGHT_BITS: u32 = 0x3F80_0000;
+
+/// A weight from 1 on as a number that orders like it: its bits as a float, from the top. Weights
+/// come from floats, so this is exact. It spreads them over the buckets of a histogram.
+#[inline(always)]
+fn weight_key(weight: u32) -> u32 {
+    ((weight as i32 as f32).to_bits().wrapping_sub(WEIGHT_BITS)) << 4
+}
+
+/// The weight of a key.
+fn key_weight(key: u32) -> u32 {
+    f32::from_bits((key >> 4) + WEIGHT_BITS) as u32
+}
+
 /// Where a running sum crosses its limit.
 struct Crossing {
     /// The key whose elements take the sum to the limit.
@@ -151,19 +166,22 @@ fn crossing(
     limit: u64,
 ) -> Crossing {
     const BUCKETS: usize = 1 << 11;
-    let skip_zeros = amount(0) == 0;
     let (mut prefix, mut before, mut at) = (0u32, 0u64, 0u64);
     for (shift, bits) in [(21, 11), (10, 11), (0, 10)] {
         let mut sums = [0u64; BUCKETS];
         let mask = (1u32 << bits) - 1;
-        for chunk in row.chunks(LANES) {
-            if skip_zeros && chunk.iter().fold(0, |any, &x| any | x) == 0 {
+        let counts = |x: u32| (key(x) >> shift >> bits == prefix) & (amount(x) > 0);
+        for chunk in row.chunks_exact(LANES) {
+            let mut any = false;
+            for &x in chunk {
+                any |= counts(x);
+            }
+            if !any {
                 continue;
             }
             for &x in chunk {
-                let k = u64::from(key(x));
-                if (k >> (shift + bits)) as u32 == prefix {
-                    sums[(k >> shift) as usize & mask as usize] += amount(x);
+                if counts(x) {
+                    sums[(key(x) >> shift & mask) as usize] += amount(x);
                 }
             }
         }
@@ -193,5 +211,38 @@ fn cut(
     if ties > stay {
         let tied = row.iter_mut().filter(|x| key_of(**x) == key);
         tied.skip(stay).for_each(|x| *x = nothing);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ONE;
+
+    #[test]
+    fn keys_order_like_what_they_stand_for() {
+        let weights = [1, 2, 3, 1000, 1 << 20, (1 << 24) - 1, 1 << 24, ONE - 64, ONE];
+        assert!(weights.is_sorted_by_key(|&w| weight_key(w)));
+        assert!(weights.iter().all(|&w| key_weight(weight_key(w)) == w));
+        let logits = [f32::NEG_INFINITY, f32::MIN, -1.0, 0.0, 1e-40, 2.0, f32::MAX];
+        assert!(logits.is_sorted_by_key(|z| order_key(z.to_bits())));
+    }
+
+    #[test]
+    fn the_sum_crosses_where_a_sorted_list_says() {
+        let row = [5, 0, 7, 7, 1, 0, 5, 7, 2, 0, 0, 0, 0, 0, 0, 0];
+        // Sums by descending weight: 7, 14, 21, 26, 31, 33, 34.
+        for (limit, weight, before, at) in [
+            (1, 7, 0, 21),
+            (21, 7, 0, 21),
+            (22, 5, 21, 10),
+            (31, 5, 21, 10),
+            (32, 2, 31, 2),
+            (34, 1, 33, 1),
+        ] {
+            let crossing = crossing(&row, weight_key, u64::from, limit);
+            assert_eq!(key_weight(crossing.key), weight);
+            assert_eq!((crossing.before, crossing.at), (before, at));
+        }
     }
 }
