@@ -1,6 +1,6 @@
 //! Time of top_k, propose and accept on this machine, for one lane of 8 rows.
 //!
-//! `cargo run --release -p ops --example sample_bench [THREADS]`
+//! `cargo run --release -p ops --example sample_bench [THREADS [PART OF A NAME]]`
 
 use std::time::Instant;
 
@@ -55,6 +55,7 @@ fn logits(valid: usize, row: u32) -> Vec<f32> {
 }
 
 fn bench(valid: usize, threads: usize) {
+    let only = std::env::args().nth(2).unwrap_or_default();
     let mut dev = Host::new(Isa::detect(), threads);
     let mut alloc = |bytes: usize| dev.alloc(bytes, "bench").expect("memory");
     let rank = 256;
@@ -147,11 +148,14 @@ fn bench(valid: usize, threads: usize) {
                     ..SamplerParams::default()
                 };
                 dev.write(propose.params, bytemuck::bytes_of(&params));
+                let label = format!("accept {}, {name}{extra}", rule.name());
+                if !label.contains(&only) {
+                    continue;
+                }
                 let time = fastest(|| {
                     dev.write(lanes.step, bytemuck::bytes_of(&step));
                     dev.run(&accept);
                 });
-                let label = format!("accept {}, {name}{extra}", rule.name());
                 println!("{label:<44}{time:>9.1} µs{:>8.1} µs/row", time / ROWS as f64);
             }
         }
