@@ -79,15 +79,11 @@ pub(crate) fn exponentials<S: Simd>(
     position: u32,
     first: u32,
 ) -> [S::F; RACE_BLOCK / LANES] {
-    let mut words = [[0u32; LANES]; 4];
-    for l in 0..LANES {
-        let block = first / 4 + l as u32;
-        let w = philox([block, position, Purpose::Race as u32, 0], seed);
-        for (lane, w) in words.iter_mut().zip(w) {
-            lane[l] = w;
-        }
-    }
-    words.map(|words| {
+    let words = philox_lanes(first / 4, position, seed);
+    let mut times = [s.splat(0.0); RACE_BLOCK / LANES];
+    // No closures here: one that holds vector operations is compiled without their instructions
+    // unless it happens to be inlined.
+    for (time, words) in times.iter_mut().zip(&words) {
         let (mut f, mut halvings) = ([0.0; LANES], [0.0; LANES]);
         for l in 0..LANES {
             (f[l], halvings[l]) = reduce(words[l]);
@@ -99,8 +95,33 @@ pub(crate) fn exponentials<S: Simd>(
         for c in &ATANH[1..] {
             p = s.fma(p, q2, s.splat(*c));
         }
-        s.fma(halvings, s.splat(std::f32::consts::LN_2), s.mul(s.mul(s.splat(-2.0), q), p))
-    })
+        let ln = s.mul(s.mul(s.splat(-2.0), q), p);
+        *time = s.fma(halvings, s.splat(std::f32::consts::LN_2), ln);
+    }
+    times
+}
+
+/// [`philox`] of the blocks `first..first + 16` of a position's race: word w of block l in `[w][l]`.
+#[inline(always)]
+fn philox_lanes(first: u32, position: u32, [mut k0, mut k1]: [u32; 2]) -> [[u32; LANES]; 4] {
+    let mut x = [[0; LANES], [position; LANES], [Purpose::Race as u32; LANES], [0; LANES]];
+    for l in 0..LANES {
+        x[0][l] = first.wrapping_add(l as u32);
+    }
+    for _ in 0..ROUNDS {
+        let mut y = [[0; LANES]; 4];
+        for l in 0..LANES {
+            let p = u64::from(MULTIPLIERS[0]) * u64::from(x[0][l]);
+            let q = u64::from(MULTIPLIERS[1]) * u64::from(x[2][l]);
+            y[0][l] = (q >> 32) as u32 ^ x[1][l] ^ k0;
+            y[1][l] = q as u32;
+            y[2][l] = (p >> 32) as u32 ^ x[3][l] ^ k1;
+            y[3][l] = p as u32;
+        }
+        x = y;
+        (k0, k1) = (k0.wrapping_add(WEYL[0]), k1.wrapping_add(WEYL[1]));
+    }
+    x
 }
 
 /// Coefficients of atanh(q) / q in q², highest first; with |q| ≤ 0.172 the next one adds 2e-9.

@@ -235,7 +235,15 @@ pub(crate) fn weight(x: f32) -> u32 {
 /// [`weight`] on vectors.
 #[inline(always)]
 pub(crate) fn weights<S: Simd>(s: S, x: S::F) -> [u32; LANES] {
-    s.lanes(s.round(s.mul(exp(s, x), s.splat(ONE as f32)))).map(|w| w as i32 as u32)
+    let scaled = s.round(s.mul(exp(s, x), s.splat(ONE as f32)));
+    // Where x was NaN, as for `as u32`: 0.
+    let scaled = s.lanes(s.min(s.max(scaled, s.splat(0.0)), s.splat(ONE as f32)));
+    let mut weights = [0; LANES];
+    for l in 0..LANES {
+        // SAFETY: between 0 and 2³⁰. A checked conversion would be done lane by lane.
+        weights[l] = unsafe { scaled[l].to_int_unchecked::<i32>() } as u32;
+    }
+    weights
 }
 
 /// What wins the race of the drafter-invariant rule when it is smallest; +∞ for weight 0.

@@ -370,7 +370,7 @@ fn random_case(b: &mut Builder, seed: u64, valid: usize, lanes: usize, max_rows:
     }
     let mut params = vec![SamplerParams::default(); slots];
     let mut biases = vec![LogitBias::default(); slots * 3];
-    let top_ks = [0, 0, 1, 2, 5, 40, 128, 129, 300, valid, valid + 1];
+    let top_ks = [0, 0, 1, 2, 5, 40, 128, 129, 256, 257, 300, valid, valid + 1];
     for p in &mut params {
         p.rule = pick(b, 4) as u32;
         p.seed = [b.next() as u32, b.next() as u32];

@@ -8,7 +8,7 @@ use crate::simd::{Kernel, LANES, Simd};
 use crate::{Cpu, Mem, ONE, Rule, SamplerParams};
 
 /// The longest list: top-k up to here never weighs the whole vocabulary.
-pub(super) const LIST: usize = 128;
+pub(super) const LIST: usize = 256;
 
 /// One row's part of scratch: a [`State`], a list of ids and weights, a logit or weight per token.
 pub(super) fn row_bytes(valid: usize) -> usize {
@@ -111,7 +111,8 @@ impl Kernel for Judge<'_> {
         copy(s, row.raw, logits);
         if params.flags & SamplerParams::LOGPROBS != 0 {
             let max = largest(s, logits);
-            state.log_sum = target::log_sum_of(max, select::total_weight(s, logits, max));
+            let total = select::total_weight(s, &SamplerParams::default(), logits, max);
+            state.log_sum = target::log_sum_of(max, total);
         }
         adjust(&row, logits);
         let max = largest(s, logits);
@@ -124,17 +125,19 @@ impl Kernel for Judge<'_> {
         let rule = params.rule();
         if rule == Rule::Greedy {
             state.pick = first(s, logits, max);
-        } else if (1..=LIST as u32).contains(&params.top_k) {
-            let k = (params.top_k as usize).min(row.raw.len());
-            let (ids, weights) = (&mut out.ids[..k], &mut out.weights[..k]);
-            let (len, total) = select::short(s, params, logits, max, ids, weights);
-            (state.len, state.total) = (len as u32, total);
+            *out.state = state;
+            return;
+        }
+        let valid = row.raw.len();
+        if let Some(kept) = select::short(s, params, logits, valid, max, out.ids, out.weights) {
+            let len = kept.0;
+            (state.len, state.total) = (len as u32, kept.1);
             if rule == Rule::Invariant {
-                let (ids, weights) = (&ids[..len], &weights[..len]);
+                let (ids, weights) = (&out.ids[..len], &out.weights[..len]);
                 state.pick = ids[race(params.seed, row.position, ids, weights)];
             }
         } else {
-            let total = select::dense(s, params, row.raw.len(), max, out.dense);
+            let total = select::dense(s, params, valid, max, out.dense);
             (state.len, state.total) = (DENSE, total);
             if rule == Rule::Invariant {
                 state.pick = dense_race(s, params.seed, row.position, out.dense);
@@ -206,8 +209,9 @@ fn largest<S: Simd>(s: S, logits: &[f32]) -> f32 {
 #[inline(always)]
 fn first<S: Simd>(s: S, logits: &[f32], max: f32) -> u32 {
     for (b, block) in logits.chunks_exact(4 * LANES).enumerate() {
-        let half = |i| s.max(s.load(&block[i..]), s.load(&block[i + LANES..]));
-        if s.reduce_max(s.max(half(0), half(2 * LANES))) == max {
+        let low = s.max(s.load(block), s.load(&block[LANES..]));
+        let high = s.max(s.load(&block[2 * LANES..]), s.load(&block[3 * LANES..]));
+        if s.reduce_max(s.max(low, high)) == max {
             let at = block.iter().position(|&z| z == max).unwrap_or(0);
             return (b * 4 * LANES + at) as u32;
         }

@@ -94,14 +94,9 @@ impl Propose {
         last.saturating_add(self.draft_first).saturating_add(self.lanes.max_rows - 1)
     }
 
-    /// Chooses a lane's proposals. `score(row, prev, ids, scores)` adds the selector's part.
+    /// Chooses a lane's proposals.
     #[inline(always)]
-    fn lane(
-        &self,
-        mem: &Mem,
-        lane: usize,
-        rescore: impl Fn(&Selector, usize, u32, &[u32], &mut [f32]),
-    ) {
+    fn lane(&self, mem: &Mem, lane: usize, arithmetic: impl Arithmetic) {
         let step = mem.get::<LaneStep>(self.lanes.step)[lane];
         if step.rows == 0 {
             return;
@@ -116,12 +111,15 @@ impl Propose {
             let scores = &mut scores[..k];
             scores.copy_from_slice(mem.get::<f32>(self.values.rows(row, 1, 4 * k)));
             if let Some(selector) = &self.selector {
-                rescore(selector, row, ids[e - 1], candidates, scores);
+                let query = mem.get::<f32>(selector.query.rows(row, 1, 4 * selector.rank));
+                let before = codebook_row(mem, selector, selector.predecessor, ids[e - 1]);
+                let after = |id| codebook_row(mem, selector, selector.successor, id);
+                arithmetic.rescore(query, before, after, candidates, scores);
             }
             let (count, q_ids, q_weights) =
                 self.proposals.get_mut(mem, self.lanes.count, self.lanes.max_rows, lane, e);
             q_ids.copy_from_slice(candidates);
-            weigh(scores, params.inv_temperature, q_weights);
+            weigh(arithmetic, scores, params.inv_temperature, q_weights);
             let drawn = Candidates { ids: q_ids, weights: q_weights };
             let (chosen, drawn) = choose(&params, step.pos, e as u32, drawn, scores);
             *count = if drawn { k as u32 } else { 0 };
@@ -130,13 +128,33 @@ impl Propose {
     }
 }
 
+/// The parts that the definition and the vector implementation compute each in their way.
+trait Arithmetic: Copy {
+    /// Adds Σ before · query · after to the candidates' scores.
+    fn rescore<'m>(
+        self,
+        query: &[f32],
+        before: &[u16],
+        after: impl Fn(u32) -> &'m [u16],
+        candidates: &[u32],
+        scores: &mut [f32],
+    );
+
+    /// Scaled differences to the largest score into weights. Both are [`TopK::MAX_K`] long.
+    fn weigh(self, x: &[f32; TopK::MAX_K]) -> [u32; TopK::MAX_K];
+}
+
 /// Weights of cleaned scores at a temperature. If no score is finite, the first candidate has all.
-fn weigh(scores: &mut [f32], inv_temperature: f32, weights: &mut [u32]) {
+#[inline(always)]
+fn weigh(arithmetic: impl Arithmetic, scores: &mut [f32], inv_temperature: f32, out: &mut [u32]) {
     scores.iter_mut().for_each(|score| *score = clean(*score));
     let max = scores.iter().fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m });
-    for (w, &score) in weights.iter_mut().zip(&*scores) {
-        *w = weight((score - max) * inv_temperature);
+    let mut x = [f32::NEG_INFINITY; TopK::MAX_K];
+    for (x, &score) in x.iter_mut().zip(&*scores) {
+        *x = (score - max) * inv_temperature;
     }
+    let weights = &mut out[..scores.len()];
+    weights.copy_from_slice(&arithmetic.weigh(&x)[..scores.len()]);
     if max == f32::NEG_INFINITY {
         weights.fill(0);
         weights[0] = ONE;
@@ -235,19 +253,7 @@ impl Op for Propose {
 
     fn reference(&self, mem: &Mem) {
         for lane in 0..self.lanes.count {
-            self.lane(mem, lane, |selector, row, prev, ids, scores| {
-                let query = mem.get::<f32>(selector.query.rows(row, 1, 4 * selector.rank));
-                let before = codebook_row(mem, selector, selector.predecessor, prev);
-                for (score, &id) in scores.iter_mut().zip(ids) {
-                    let after = codebook_row(mem, selector, selector.successor, id);
-                    let mut lanes = [0.0f32; LANES];
-                    for r in 0..selector.rank {
-                        let product = widen(before[r]) * query[r];
-                        lanes[r % LANES] = product.mul_add(widen(after[r]), lanes[r % LANES]);
-                    }
-                    *score += sum_tree(lanes);
-                }
-            });
+            self.lane(mem, lane, Definition);
         }
     }
 
@@ -256,8 +262,32 @@ impl Op for Propose {
     }
 }
 
-fn widen(bf16: u16) -> f32 {
-    f32::from_bits(u32::from(bf16) << 16)
+#[derive(Clone, Copy)]
+struct Definition;
+
+impl Arithmetic for Definition {
+    fn rescore<'m>(
+        self,
+        query: &[f32],
+        before: &[u16],
+        after: impl Fn(u32) -> &'m [u16],
+        candidates: &[u32],
+        scores: &mut [f32],
+    ) {
+        let widen = |bf16: u16| f32::from_bits(u32::from(bf16) << 16);
+        for (score, &id) in scores.iter_mut().zip(candidates) {
+            let mut lanes = [0.0f32; LANES];
+            for (r, &successor) in after(id).iter().enumerate() {
+                let product = widen(before[r]) * query[r];
+                lanes[r % LANES] = product.mul_add(widen(successor), lanes[r % LANES]);
+            }
+            *score += sum_tree(lanes);
+        }
+    }
+
+    fn weigh(self, x: &[f32; TopK::MAX_K]) -> [u32; TopK::MAX_K] {
+        x.map(weight)
+    }
 }
 
 /// The codebook row of a token.

@@ -1,5 +1,6 @@
-//! A sorted list of the best so far; a block of logits is looked at only if its largest beats the
-//! list's last. Long rows are cut into segments, whose lists are merged at the end.
+//! Two passes: a lower bound of the k-th largest, then a sorted list of the best so far, for which
+//! a block of logits is looked at only if its largest beats the bound or the list's last. Long rows
+//! are cut into segments, whose lists are merged at the end.
 
 use super::TopK;
 use crate::simd::{Kernel, LANES, Simd};
@@ -7,6 +8,9 @@ use crate::{Cpu, Mem};
 
 /// Logits compared at once with the list's last.
 const BLOCK: usize = 8 * LANES;
+
+/// Parts of a row whose maxima bound the k-th largest logit, for k up to this.
+const PARTS: usize = 16 * LANES;
 
 pub(super) fn run(op: &TopK, mem: &Mem, cpu: &Cpu) {
     let segments = TopK::segments(op.valid);
@@ -94,6 +98,13 @@ impl List<'_> {
         (self.ids[at], self.values[at]) = (id, value);
         self.len = (self.len + 1).min(self.values.len());
     }
+
+    /// Inserts a value above `last`, and returns what the next one must exceed.
+    #[inline(always)]
+    fn take(&mut self, id: u32, value: f32, last: f32) -> f32 {
+        self.insert(id, value);
+        if self.len == self.values.len() { values_last(self) } else { last }
+    }
 }
 
 /// The largest of `x`, as many as `ids` and `values` hold (1 or more, at most `x.len()`), largest
@@ -102,44 +113,66 @@ impl List<'_> {
 pub(crate) fn select<S: Simd>(s: S, x: &[f32], ids: &mut [u32], values: &mut [f32]) {
     let k = values.len();
     let mut best = List { ids, values, len: 0 };
-    let head = k.next_multiple_of(BLOCK).min(x.len());
-    for (i, &value) in x[..head].iter().enumerate() {
-        let value = if value.is_nan() { f32::NEG_INFINITY } else { value };
-        if best.len < k || value > values_last(&best) {
-            best.insert(i as u32, value);
+    let mut last = lower_bound(s, x, k);
+    let mut head = 0;
+    if last == f32::NEG_INFINITY {
+        head = k.next_multiple_of(BLOCK).min(x.len());
+        for (i, &value) in x[..head].iter().enumerate() {
+            let value = if value.is_nan() { f32::NEG_INFINITY } else { value };
+            if best.len < k || value > values_last(&best) {
+                best.insert(i as u32, value);
+            }
         }
+        last = values_last(&best);
     }
-    let mut last = values_last(&best);
     let blocks = x[head..].chunks_exact(BLOCK);
     let tail = x.len() - blocks.remainder().len();
     for (b, block) in blocks.enumerate() {
-        let mut largest = s.load(block);
-        for i in (LANES..BLOCK).step_by(LANES) {
+        let mut largest = s.splat(f32::NEG_INFINITY);
+        for i in (0..BLOCK).step_by(LANES) {
             // The new values come first: where they are NaN the old ones stay.
             largest = s.max(s.load(&block[i..]), largest);
         }
-        if s.reduce_max(s.max(largest, s.splat(f32::NEG_INFINITY))) > last {
-            last = take_block(s, &mut best, head + b * BLOCK, block);
+        if s.reduce_max(largest) > last {
+            last = take_block(s, &mut best, head + b * BLOCK, block, last);
         }
     }
     for (i, &value) in x[tail..].iter().enumerate() {
         if value > last {
-            best.insert((tail + i) as u32, value);
-            last = values_last(&best);
+            last = best.take((tail + i) as u32, value, last);
         }
     }
 }
 
+/// A number that the k largest all exceed, and few others: just below the k-th largest of the
+/// maxima of [`PARTS`] interleaved parts, each of which is some element. −∞ if that says nothing.
 #[inline(always)]
-fn take_block<S: Simd>(s: S, best: &mut List, first: usize, block: &[f32]) -> f32 {
-    let mut last = values_last(best);
+fn lower_bound<S: Simd>(s: S, x: &[f32], k: usize) -> f32 {
+    if k > PARTS {
+        return f32::NEG_INFINITY;
+    }
+    let mut largest = [s.splat(f32::NEG_INFINITY); PARTS / LANES];
+    for block in x.chunks_exact(PARTS) {
+        for (v, largest) in largest.iter_mut().enumerate() {
+            *largest = s.max(s.load(&block[v * LANES..]), *largest);
+        }
+    }
+    let mut parts = [0.0; PARTS];
+    for (v, largest) in largest.into_iter().enumerate() {
+        s.store(largest, &mut parts[v * LANES..]);
+    }
+    let (_, kth, _) = parts.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a));
+    kth.next_down()
+}
+
+#[inline(always)]
+fn take_block<S: Simd>(s: S, best: &mut List, first: usize, block: &[f32], mut last: f32) -> f32 {
     for i in (0..BLOCK).step_by(LANES) {
         let x = s.max(s.load(&block[i..]), s.splat(f32::NEG_INFINITY));
         if s.reduce_max(x) > last {
             for (j, &value) in block[i..i + LANES].iter().enumerate() {
                 if value > last {
-                    best.insert((first + i + j) as u32, value);
-                    last = values_last(best);
+                    last = best.take((first + i + j) as u32, value, last);
                 }
             }
         }
