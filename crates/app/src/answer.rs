@@ -24,6 +24,18 @@ pub struct Answer {
     pub figures: Figures,
 }
 
+impl Answer {
+    /// One line for people: the figures, and how the answer ended unless it did by itself.
+    pub fn line(&self, floor_ms_per_round: Option<f64>) -> String {
+        let ending = match self.finish {
+            Some(Finish::Cancelled) => " · interrupted",
+            Some(Finish::Length) => " · ended at the limit of tokens",
+            Some(Finish::Stop) | None => "",
+        };
+        self.figures.line(floor_ms_per_round) + ending
+    }
+}
+
 /// Why an answer failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AnswerError {

@@ -5,9 +5,9 @@ use std::io::{BufRead, IsTerminal, Write};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
-use crate::answer::{AnswerError, answer};
+use crate::answer::answer;
 use crate::cli::ChatArgs;
-use crate::generate::{Finish, GenerateOptions, LoadRequest, Loader};
+use crate::generate::{GenerateOptions, LoadRequest, Loader};
 use crate::run::template_options;
 use crate::session::Session;
 use crate::summary::Figures;
@@ -27,14 +27,10 @@ Ctrl-C stops an answer. A message that begins with / is sent when the / is doubl
 /// Runs the command.
 pub fn run(loader: &dyn Loader, request: &LoadRequest, args: &ChatArgs) -> Result<(), Failure> {
     let mut session = Session::load(loader, request).map_err(Failure::Load)?;
-    let text = session.text.take();
-    let Some(text) = &text else {
-        let what = format!("{} has no tokenizer; use run --tokens with token ids", session.model);
-        return Err(Failure::Run(anyhow::Error::msg(what)));
-    };
+    let text = session.take_text().map_err(Failure::Run)?;
     let mut lines = Lines::open().map_err(Failure::Run)?;
     let mut chat = Chat {
-        options: template_options(text, args.answer.no_think),
+        options: template_options(&text, args.answer.no_think),
         generate: args.answer.generate_options(),
         stops: args.answer.stops.clone(),
         system: args.system.clone(),
@@ -92,9 +88,9 @@ impl<'a> Input<'a> {
 }
 
 /// The conversation so far.
-struct Chat<'a> {
+struct Chat {
     session: Session,
-    text: &'a ChatText,
+    text: ChatText,
     options: TemplateOptions,
     generate: GenerateOptions,
     stops: Vec<String>,
@@ -103,7 +99,7 @@ struct Chat<'a> {
     total: Figures,
 }
 
-impl Chat<'_> {
+impl Chat {
     /// Sends a message and streams the answer. A message that fails leaves the conversation as it
     /// was.
     fn turn(&mut self, message: &str) -> Result<(), Failure> {
@@ -131,22 +127,13 @@ impl Chat<'_> {
             answer(generator, tok, &ids, &self.generate, &stream, cancel, &mut sink)
         });
         let finished = sink.finish();
-        let answer = match result {
-            Err(AnswerError::Generate(e)) => return Err(Failure::Run(e.into())),
-            other => other.map_err(Failure::from)?,
-        };
+        let answer = result.map_err(Failure::from)?;
         finished.map_err(Failure::write)?;
+        note(&answer.line(self.session.floor_ms_per_round));
         let mut reply = Message::new(Role::Assistant, answer.text);
         reply.reasoning = Some(answer.reasoning).filter(|text| !text.is_empty());
         self.turns.push(reply);
         self.total.add(&answer.figures);
-        let ending = match answer.finish {
-            Some(Finish::Cancelled) => " · interrupted",
-            Some(Finish::Length) => " · stopped at the limit of tokens",
-            _ => "",
-        };
-        let line = answer.figures.line(self.session.floor_ms_per_round);
-        note(&format!("{line}{ending}"));
         Ok(())
     }
 

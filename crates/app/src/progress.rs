@@ -21,13 +21,15 @@ impl LoadingBar {
     /// Shows a state.
     pub fn update(&self, progress: Progress<'_>) {
         let known = progress.total_bytes > 0;
-        if self.bar.length().is_some() != known || self.bar.position() == 0 {
+        // A changed phase may come with or without a known size.
+        if self.bar.message() != progress.phase || known != self.bar.length().is_some() {
             self.bar.set_style(style(known));
+            self.bar.set_message(progress.phase.to_owned());
         }
-        if known {
-            self.bar.set_length(progress.total_bytes);
+        match known {
+            true => self.bar.set_length(progress.total_bytes),
+            false => self.bar.unset_length(),
         }
-        self.bar.set_message(progress.phase.to_owned());
         self.bar.set_position(progress.done_bytes);
     }
 }

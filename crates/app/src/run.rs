@@ -50,7 +50,7 @@ pub fn run(loader: &dyn Loader, request: &LoadRequest, args: &RunArgs) -> Result
         writeln!(std::io::stdout(), "{line}").map_err(Failure::write)?;
     } else {
         text_sink.finish().map_err(Failure::write)?;
-        note(&answer.figures.line(session.floor_ms_per_round));
+        note(&answer.line(session.floor_ms_per_round));
     }
     match answer.finish {
         Some(Finish::Cancelled) => Err(Failure::Interrupted),

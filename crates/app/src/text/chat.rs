@@ -370,8 +370,7 @@ fn mark_message(marks: &Marks, message: &Value) -> Value {
     marked["role"] = message["role"].clone();
     if message["role"] == "assistant"
         && message["reasoning_content"].is_null()
-        && let Some((thought, answer)) =
-            message["content"].as_str().and_then(|c| c.split_once(CLOSE))
+        && let Some((thought, answer)) = message["content"].as_str().and_then(reasoning_block)
     {
         let thought = match thought.trim_start().strip_prefix(OPEN) {
             Some(thought) => format!("{OPEN}{}", marks.apply(thought)),
@@ -380,6 +379,17 @@ fn mark_message(marks: &Marks, message: &Value) -> Value {
         marked["content"] = format!("{thought}{CLOSE}{}", marks.apply(answer)).into();
     }
     marked
+}
+
+/// The text of an assistant before and after the closing tag of its reasoning. Without an opening
+/// tag at the head (output that began inside the block), the closing one has to stand on a line of
+/// its own: anywhere else it is a mention.
+fn reasoning_block(content: &str) -> Option<(&str, &str)> {
+    let (thought, answer) = content.split_once(CLOSE)?;
+    let opened = thought.trim_start().starts_with(OPEN);
+    let own_line = (thought.is_empty() || thought.ends_with('\n'))
+        && (answer.is_empty() || answer.starts_with('\n'));
+    (opened || own_line).then_some((thought, answer))
 }
 
 #[cfg(test)]

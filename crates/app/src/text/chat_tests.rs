@@ -237,6 +237,9 @@ fn reasoning_in_replayed_text_is_markup() {
     assert_eq!(replay("<think>\nEasy.\n</think>\n\n2"), (block("2"), 1));
     // Output that began inside the block, as it comes from a raw completion.
     assert_eq!(replay("Easy.\n</think>\n\n2"), (block("2"), 1));
+    assert_eq!(replay("\n</think>\n\n2").1, 1);
+    // A mention is text, in the middle of a line or with reasoning in its own field.
+    assert_eq!(replay("End it with </think>, then answer.").1, 1);
     // Only the block at the head is markup: a tag in the answer stays text.
     assert_eq!(replay("<think>\nEasy.\n</think>\n\n2 </think>").1, 1);
 }

@@ -124,7 +124,7 @@ fn replace(text: &str, pairs: impl Iterator<Item = (char, char)> + Clone) -> Cow
 }
 
 fn collect(text: &str, used: &mut BTreeSet<char>) {
-    used.extend(text.chars().filter(|c| *c as u32 >= STAND_INS[0].0));
+    used.extend(text.chars().filter(|c| is_stand_in(*c)));
 }
 
 fn collect_value(value: &Value, used: &mut BTreeSet<char>) {
