@@ -108,6 +108,11 @@ impl Session {
         &self.cached
     }
 
+    /// Tokens of the last round.
+    pub fn last_tokens(&self) -> &[u32] {
+        &self.last
+    }
+
     /// What the answer under way, or the last one, took so far.
     pub fn stats(&self) -> &Stats {
         &self.stats

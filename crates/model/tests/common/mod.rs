@@ -1,6 +1,6 @@
 //! The bundled model on a host device, and its golden data.
 
-#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(dead_code, unreachable_pub, reason = "shared by test files that each use a part")]
 
 use std::path::{Path, PathBuf};
 
