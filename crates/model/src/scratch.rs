@@ -210,15 +210,12 @@ fn mlp(c: &mut Cut, s: &ScratchShape) -> MlpScratch {
 impl Scratch {
     /// Allocates everything.
     pub fn new(dev: &mut dyn Device, s: &ScratchShape) -> Result<Scratch, DeviceError> {
-        let measure = |f: &dyn Fn(&mut Cut)| {
-            let mut cut = Cut { from: None, used: 0 };
-            f(&mut cut);
-            cut.used
-        };
         // One layer's mixer and MLP run one after the other, so their buffers share memory.
-        let bytes = measure(&|c| drop(attention(c, s)))
-            .max(measure(&|c| drop(gdn(c, s))))
-            .max(measure(&|c| drop(mlp(c, s))));
+        let mut sizes = [0; 3].map(|used| Cut { from: None, used });
+        attention(&mut sizes[0], s);
+        gdn(&mut sizes[1], s);
+        mlp(&mut sizes[2], s);
+        let bytes = sizes.map(|cut| cut.used).into_iter().fold(0, usize::max);
         let shared = dev.alloc(bytes, "activations of one layer")?;
         let cut = || Cut { from: Some(shared), used: 0 };
         let act = |dev: &mut dyn Device, width: usize, what: &str| -> Result<Act, DeviceError> {

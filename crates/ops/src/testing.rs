@@ -73,7 +73,7 @@ impl<'d> Builder<'d> {
     }
 
     /// The next number of a fixed sequence, uniform in 0..2^64 (SplitMix64).
-    pub fn next(&mut self) -> u64 {
+    pub fn random(&mut self) -> u64 {
         self.seed = self.seed.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.seed;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -88,7 +88,7 @@ impl<'d> Builder<'d> {
 
     /// Uniform in 0..1.
     pub fn uniform(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u64 << 24) as f32
+        (self.random() >> 40) as f32 / (1u64 << 24) as f32
     }
 
     /// An input of raw bytes.

@@ -359,7 +359,7 @@ fn penalties_do_follow_the_block() {
 /// Random rounds of several lanes, each with its own rule and options.
 fn random_case(b: &mut Builder, seed: u64, valid: usize, lanes: usize, max_rows: usize) -> Accept {
     b.reseed(seed);
-    let pick = |b: &mut Builder, n: usize| (b.next() % n as u64) as usize;
+    let pick = |b: &mut Builder, n: usize| (b.random() % n as u64) as usize;
     let (k, stride, slots) = (6.min(valid), valid + pick(b, 9), lanes + 2);
     let rows = lanes * max_rows;
     let mut logits = b.normal_values(rows * stride, 4.0);
@@ -373,7 +373,7 @@ fn random_case(b: &mut Builder, seed: u64, valid: usize, lanes: usize, max_rows:
     let top_ks = [0, 0, 1, 2, 5, 40, 128, 129, 256, 257, 300, valid, valid + 1];
     for p in &mut params {
         p.rule = pick(b, 4) as u32;
-        p.seed = [b.next() as u32, b.next() as u32];
+        p.seed = [b.random() as u32, b.random() as u32];
         p.flags = pick(b, 4) as u32;
         p.inv_temperature = [0.1, 0.5, 1.0, 1.0, 2.0, 30.0][pick(b, 6)];
         p.top_k = top_ks[pick(b, top_ks.len())] as u32;
@@ -397,7 +397,7 @@ fn random_case(b: &mut Builder, seed: u64, valid: usize, lanes: usize, max_rows:
         .collect();
     let words = valid.div_ceil(32);
     let masks: Vec<u32> =
-        (0..rows * words).map(|_| [u32::MAX, b.next() as u32, 0][pick(b, 3)]).collect();
+        (0..rows * words).map(|_| [u32::MAX, b.random() as u32, 0][pick(b, 3)]).collect();
     let steps: Vec<LaneStep> = (0..lanes)
         .map(|lane| LaneStep {
             row0: (lane * max_rows) as u32,
@@ -429,7 +429,7 @@ fn random_case(b: &mut Builder, seed: u64, valid: usize, lanes: usize, max_rows:
             q_counts[at] = if pick(b, 3) == 0 { 0 } else { k as u32 };
             for (i, &id) in candidates.iter().enumerate() {
                 q_ids[at * k + i] = id;
-                q_weights[at * k + i] = if i == chosen { ONE } else { b.next() as u32 % ONE };
+                q_weights[at * k + i] = if i == chosen { ONE } else { b.random() as u32 % ONE };
             }
         }
     }

@@ -6,7 +6,7 @@ use crate::{ActDtype, DryRun, Embed, Op};
 
 fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize) -> Embed {
     let table = sample(b, kind, n, k).weight(b);
-    let ids: Vec<u32> = (0..rows).map(|_| (b.next() % n as u64) as u32).collect();
+    let ids: Vec<u32> = (0..rows).map(|_| (b.random() % n as u64) as u32).collect();
     Embed { ids: b.pod(&ids), table, out: b.out_f32("out", rows * k), rows }
 }
 

@@ -1,11 +1,9 @@
 //! Cases every device must pass.
 
 use super::samples::{Kind, Sample, sample};
+use crate::linear::{DenseDtype, GgmlType, PackError, Source, TILE};
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{
-    ActDtype, DenseDtype, DryRun, Format, GgmlType, Linear, LinearPart, Op, PackError, ScaleDtype,
-    Source, TILE,
-};
+use crate::{ActDtype, DryRun, Format, Linear, LinearPart, Op, ScaleDtype};
 
 /// One random matrix and `rows` random rows.
 fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize, act: ActDtype) -> Linear {

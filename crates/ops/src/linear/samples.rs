@@ -1,7 +1,8 @@
 //! Random checkpoint matrices of every kind, for tests.
 
+use crate::linear::{DenseDtype, GgmlType, Source};
 use crate::testing::Builder;
-use crate::{DenseDtype, Format, GgmlType, ScaleDtype, Source, Weight};
+use crate::{Format, ScaleDtype, Weight};
 
 /// What to make.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +103,7 @@ fn float(scale: ScaleDtype, value: f32) -> Vec<u8> {
 
 /// A random matrix with weights of order 1.
 pub(crate) fn sample(b: &mut Builder, kind: Kind, n: usize, k: usize) -> Sample {
-    let mut random = |count: usize| -> Vec<u8> { (0..count).map(|_| b.next() as u8).collect() };
+    let mut random = |count: usize| -> Vec<u8> { (0..count).map(|_| b.random() as u8).collect() };
     let (mut scales, mut biases) = (Vec::new(), Vec::new());
     let data = match kind {
         Kind::Dense(dtype) => {
@@ -117,7 +118,7 @@ pub(crate) fn sample(b: &mut Builder, kind: Kind, n: usize, k: usize) -> Sample 
             let data = random(n * k * usize::from(bits) / 8);
             let width = f32::from(1u16 << bits);
             for _ in 0..n * k / group {
-                let step = (b.uniform() + 0.1) * if b.next() & 1 == 0 { 1.0 } else { -1.0 };
+                let step = (b.uniform() + 0.1) * if b.random() & 1 == 0 { 1.0 } else { -1.0 };
                 scales.extend(float(scale, 2.0 * step / width));
                 biases.extend(float(scale, -step + 0.1 * b.uniform()));
             }

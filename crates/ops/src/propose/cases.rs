@@ -180,13 +180,13 @@ fn agrees_with_the_definition() {
         conformance(&format!("propose {seed}"), Tolerance::exact(), |b| {
             b.reseed(seed);
             let (count, max_rows) = [(1, 1), (1, 8), (3, 4), (4, 2)][seed as usize % 4];
-            let k = [1, 2, 16, 32][b.next() as usize % 4];
+            let k = [1, 2, 16, 32][b.random() as usize % 4];
             let vocab = 40;
             let rules = [Rule::Greedy, Rule::Token, Rule::Block, Rule::Invariant];
             let lanes: Vec<_> = (0..count)
                 .map(|lane| {
-                    let rows = b.next() as usize % (max_rows + 1);
-                    let params = params(rules[b.next() as usize % 4], b.next());
+                    let rows = b.random() as usize % (max_rows + 1);
+                    let params = params(rules[b.random() as usize % 4], b.random());
                     (step(lane, max_rows, rows), params)
                 })
                 .collect();
@@ -198,7 +198,7 @@ fn agrees_with_the_definition() {
             let mut values = b.normal_values(draft_rows * k, 3.0);
             for value in &mut values {
                 let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0];
-                let at = b.next() as usize % 40;
+                let at = b.random() as usize % 40;
                 *value = odd.get(at).copied().unwrap_or(*value);
             }
             let case = Case {
@@ -209,7 +209,7 @@ fn agrees_with_the_definition() {
                 k,
                 anchors: 3,
             };
-            let rank = [16, 48, 256][b.next() as usize % 3];
+            let rank = [16, 48, 256][b.random() as usize % 3];
             let op = build(b, &case);
             let codebook = |b: &mut Builder| {
                 let values = b.normal_values(vocab * rank, 0.5);
