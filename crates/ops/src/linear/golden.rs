@@ -7,7 +7,7 @@ use crate::ScaleDtype;
 
 /// Bytes that look random; the same formula made the hashes.
 fn data(count: usize) -> Vec<u8> {
-    (0..count).map(|i| (i * 131 + 89 + (i * i >> 3)) as u8).collect()
+    (0..count).map(|i| (i * 131 + 89 + ((i * i) >> 3)) as u8).collect()
 }
 
 /// FNV-1a of the bits.
