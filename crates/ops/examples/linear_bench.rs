@@ -12,7 +12,7 @@ use ops::{Act, ActDtype, Codes, Device, Format, Host, Linear, LinearPart, Op, Sc
 
 /// Bytes of distinct weights for each shape.
 const WEIGHTS: usize = 192 << 20;
-const SHAPES: [(usize, usize); 8] = [
+const SHAPES: [(usize, usize); 9] = [
     (1536, 576),
     (3072, 576),
     (49152, 576),
@@ -21,6 +21,7 @@ const SHAPES: [(usize, usize); 8] = [
     (5120, 17408),
     (256, 5120),
     (64, 17408),
+    (12, 576),
 ];
 const ROWS: [usize; 7] = [1, 2, 4, 8, 16, 64, 512];
 

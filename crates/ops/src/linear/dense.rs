@@ -2,13 +2,10 @@
 
 use std::ops::Range;
 
+use super::host::CACHED;
 use super::{Linear, LinearPart};
 use crate::simd::{Kernel, LANES, Simd};
 use crate::{Format, Mem};
-
-/// Outputs and rows of one block: enough independent sums to hide the latency of a multiply-add.
-const OUTPUTS: usize = 4;
-const ROWS: usize = 4;
 
 /// Some outputs of one weight, all rows.
 pub(super) struct Outputs<'a> {
@@ -35,53 +32,82 @@ impl Outputs<'_> {
     #[inline(always)]
     fn blocks<S: Simd, E: Element>(self, s: S) {
         let Outputs { op, mem, part, outputs } = self;
-        for output in outputs.clone().step_by(OUTPUTS) {
-            let count = OUTPUTS.min(outputs.end - output);
-            for row in (0..op.rows).step_by(ROWS) {
-                match op.rows - row {
-                    1 => block::<S, E, 1>(s, op, mem, part, output, count, row),
-                    2 => block::<S, E, 2>(s, op, mem, part, output, count, row),
-                    _ => block::<S, E, ROWS>(s, op, mem, part, output, count, row),
-                }
+        // As many outputs at a time as stay cached while all rows pass.
+        let most = (CACHED / (part.weight.k * size_of::<E::Word>())).max(1).next_multiple_of(8);
+        for first in outputs.clone().step_by(most) {
+            let cached = first..outputs.end.min(first + most);
+            let mut row = 0;
+            while row < op.rows {
+                // Enough independent sums to hide the latency of a multiply-add.
+                row += match op.rows - row {
+                    1 => block::<S, E, 1, 8>(s, op, mem, part, cached.clone(), row),
+                    2 | 3 => block::<S, E, 2, 8>(s, op, mem, part, cached.clone(), row),
+                    _ => block::<S, E, 4, 4>(s, op, mem, part, cached.clone(), row),
+                };
             }
         }
     }
 }
 
-/// Up to `R` rows and [`OUTPUTS`] outputs; those past the end are copies of the last, not stored.
+/// `R` rows and all outputs, `N` at a time; those past the end are copies of the last, not stored.
+/// Returns `R`.
 #[inline(always)]
-fn block<S: Simd, E: Element, const R: usize>(
+fn block<S: Simd, E: Element, const R: usize, const N: usize>(
     s: S,
     op: &Linear,
     mem: &Mem,
     part: &LinearPart,
-    output: usize,
-    outputs: usize,
+    outputs: Range<usize>,
     row: usize,
-) {
+) -> usize {
     let (n, k) = (part.weight.n, part.weight.k);
-    let rows = R.min(op.rows - row);
     let weight = mem.get::<E::Word>(part.weight.buf);
-    let w: [&[E::Word]; OUTPUTS] =
-        std::array::from_fn(|o| &weight[(output + o.min(outputs - 1)) * k..][..k]);
-    let x: [&[f32]; R] = std::array::from_fn(|r| op.x.row(mem, row + r.min(rows - 1)).x);
-    let mut sums = [[s.splat(0.0); OUTPUTS]; R];
+    let x: [&[f32]; R] = std::array::from_fn(|r| op.x.row(mem, row + r).x);
+    for output in outputs.clone().step_by(N) {
+        let count = N.min(outputs.end - output);
+        let w: [&[E::Word]; N] =
+            std::array::from_fn(|o| &weight[(output + o.min(count - 1)) * k..][..k]);
+        let sums = product::<S, E, R, N>(s, x, w);
+        for r in 0..R {
+            let out = part.out.slice(4 * ((row + r) * n + output), 4 * count);
+            for (out, &sums) in mem.get_mut::<f32>(out).iter_mut().zip(&sums[r]) {
+                let sum = s.sum(sums);
+                *out = if part.add { *out + sum } else { sum };
+            }
+        }
+    }
+    R
+}
+
+/// Products of rows and outputs of the same length, in 16 lanes.
+#[inline(always)]
+fn product<S: Simd, E: Element, const R: usize, const N: usize>(
+    s: S,
+    x: [&[f32]; R],
+    w: [&[E::Word]; N],
+) -> [[S::F; N]; R] {
+    let k = x[0].len();
+    let x = x.map(|x| &x[..k]);
+    let w = w.map(|w| &w[..k]);
+    let mut sums = [[s.splat(0.0); N]; R];
     let whole = k / LANES * LANES;
     for i in (0..whole).step_by(LANES) {
-        let mut v = [s.splat(0.0); OUTPUTS];
-        for o in 0..OUTPUTS {
-            v[o] = E::load(s, &w[o][i..]);
+        let mut v = [s.splat(0.0); N];
+        for o in 0..N {
+            // SAFETY: `i + LANES <= whole`, and all slices are at least that long.
+            v[o] = E::load(s, unsafe { w[o].get_unchecked(i..i + LANES) });
         }
         for r in 0..R {
-            let x = s.load(&x[r][i..]);
-            for o in 0..OUTPUTS {
+            // SAFETY: as above.
+            let x = s.load(unsafe { x[r].get_unchecked(i..i + LANES) });
+            for o in 0..N {
                 sums[r][o] = s.fma(x, v[o], sums[r][o]);
             }
         }
     }
     if whole < k {
-        let mut v = [s.splat(0.0); OUTPUTS];
-        for o in 0..OUTPUTS {
+        let mut v = [s.splat(0.0); N];
+        for o in 0..N {
             let mut padded = [bytemuck::Zeroable::zeroed(); LANES];
             padded[..k - whole].copy_from_slice(&w[o][whole..]);
             v[o] = E::load(s, &padded);
@@ -90,18 +116,12 @@ fn block<S: Simd, E: Element, const R: usize>(
             let mut padded = [0.0; LANES];
             padded[..k - whole].copy_from_slice(&x[r][whole..]);
             let x = s.load(&padded);
-            for o in 0..OUTPUTS {
+            for o in 0..N {
                 sums[r][o] = s.fma(x, v[o], sums[r][o]);
             }
         }
     }
-    for r in 0..rows {
-        let out = part.out.slice(4 * ((row + r) * n + output), 4 * outputs);
-        for (out, &sums) in mem.get_mut::<f32>(out).iter_mut().zip(&sums[r]) {
-            let sum = s.sum(sums);
-            *out = if part.add { *out + sum } else { sum };
-        }
-    }
+    sums
 }
 
 /// A dense element type.

@@ -19,8 +19,8 @@ use crate::{ACT_GROUP, ActDtype, ActGroup, Codes, Cpu, IQ4_TABLE, Mem, ScaleDtyp
 const CHUNKS: usize = 6;
 /// Bytes of weights below which cutting finer costs more than it evens out.
 const MIN_CHUNK: usize = 32 << 10;
-/// Bytes of tiles that stay in the second-level cache while many rows pass.
-const CACHED: usize = 1 << 20;
+/// Bytes of weights that stay in the second-level cache while many rows pass.
+pub(super) const CACHED: usize = 1 << 20;
 /// Bytes of activations that stay in the first-level cache while some tiles pass.
 const ACT_CACHED: usize = 32 << 10;
 /// Tiles whose sums are kept on the stack meanwhile.
@@ -339,6 +339,7 @@ unsafe fn product<
     let spans = |groups: usize| (groups * ACT_GROUP).div_ceil(layout.span());
     assert!(spans(groups.end) * span_bytes <= tile.len(), "{groups:?} of {layout:?}");
     let (mut span, mut at) = (tile[spans(groups.start) * span_bytes..].as_ptr(), 0);
+    let mut shared = [[zero; 2]; 2];
     let mut kept = *sums;
     for g in groups {
         let mut t = [[zero; 2]; R];
@@ -353,7 +354,12 @@ unsafe fn product<
                 C::dots::<S, R, U>(s, codes, quants)
             };
             // SAFETY: as above.
-            let [scale, bias] = unsafe { L::load::<S, SYM>(s, layout, span, at) };
+            let [scale, bias] = unsafe {
+                if at == 0 {
+                    shared = L::header::<S, SYM>(s, span);
+                }
+                L::group::<S, SYM>(s, layout, span, shared, at)
+            };
             let scale = [scale[0], s.mul(scale[1], s.splat(1.0 / C::high::<S>()))];
             for r in 0..R {
                 // SAFETY: the caller's.
@@ -394,19 +400,28 @@ unsafe fn product<
     *sums = kept;
 }
 
-/// How scales are read.
+/// How scales are read: at the start of a span what its units share, then what each unit needs.
 pub(super) trait Scales {
-    /// Scales and biases of both halves of the outputs from the header of a span. `group` says
-    /// which, if the header is of two levels.
+    /// Level-one scales and biases of both halves of the outputs, from the header of a span.
+    ///
+    /// # Safety
+    /// `span` points to the header of a span with these scales.
+    unsafe fn header<S: Simd, const SYM: bool>(s: S, span: *const u8) -> [[S::F; 2]; 2];
+
+    /// Scales and biases of group `group` of the span; for one level those of the header.
     ///
     /// # Safety
     /// `span` points to the header of a span of this layout, which has that group.
-    unsafe fn load<S: Simd, const SYM: bool>(
-        s: S,
-        layout: &Layout,
-        span: *const u8,
-        group: usize,
-    ) -> [[S::F; 2]; 2];
+    #[inline(always)]
+    unsafe fn group<S: Simd, const SYM: bool>(
+        _: S,
+        _: &Layout,
+        _: *const u8,
+        header: [[S::F; 2]; 2],
+        _: usize,
+    ) -> [[S::F; 2]; 2] {
+        header
+    }
 }
 
 struct F32;
@@ -428,12 +443,7 @@ macro_rules! one_level {
     ($name:ident, $size:literal, |$s:ident, $x:ident| $load:expr) => {
         impl Scales for $name {
             #[inline(always)]
-            unsafe fn load<S: Simd, const SYM: bool>(
-                $s: S,
-                _: &Layout,
-                span: *const u8,
-                _: usize,
-            ) -> [[S::F; 2]; 2] {
+            unsafe fn header<S: Simd, const SYM: bool>($s: S, span: *const u8) -> [[S::F; 2]; 2] {
                 // SAFETY: the caller's.
                 let $x = unsafe { bytes::<{ TILE * $size }>(span) };
                 let scale = $load;
@@ -454,16 +464,24 @@ one_level!(F32, 4, |s, x| [s.load_f32(x), s.load_f32(&x[4 * LANES..])]);
 
 impl Scales for TwoLevel {
     #[inline(always)]
-    unsafe fn load<S: Simd, const SYM: bool>(
+    unsafe fn header<S: Simd, const SYM: bool>(s: S, span: *const u8) -> [[S::F; 2]; 2] {
+        // SAFETY: the caller's.
+        let [scale, bias] = unsafe { F16::header::<S, SYM>(s, span) };
+        // A group's bias is minus the product of this and a byte.
+        let zero = s.splat(0.0);
+        [scale, [s.sub(zero, bias[0]), s.sub(zero, bias[1])]]
+    }
+
+    #[inline(always)]
+    unsafe fn group<S: Simd, const SYM: bool>(
         s: S,
         layout: &Layout,
         span: *const u8,
+        [scale, bias]: [[S::F; 2]; 2],
         group: usize,
     ) -> [[S::F; 2]; 2] {
         // SAFETY: the caller's.
-        let ([scale, bias], sub) = unsafe {
-            (F16::load::<S, SYM>(s, layout, span, 0), span.add(layout.sub_scales() + TILE * group))
-        };
+        let sub = unsafe { span.add(layout.sub_scales() + TILE * group) };
         // SAFETY: the caller's.
         let x = unsafe { bytes::<TILE>(sub) };
         if SYM {
@@ -474,16 +492,14 @@ impl Scales for TwoLevel {
         // SAFETY: the caller's.
         let x = unsafe { bytes::<TILE>(sub.add(TILE * layout.span_groups())) };
         let sub_bias = [s.load_u8(x), s.load_u8(&x[LANES..])];
-        let bias = [s.mul(bias[0], sub_bias[0]), s.mul(bias[1], sub_bias[1])];
-        let zero = s.splat(0.0);
         [
             [s.mul(scale[0], sub_scale[0]), s.mul(scale[1], sub_scale[1])],
-            [s.sub(zero, bias[0]), s.sub(zero, bias[1])],
+            [s.mul(bias[0], sub_bias[0]), s.mul(bias[1], sub_bias[1])],
         ]
     }
 }
 
-/// [`Scales::load`] where speed does not matter.
+/// Scales and biases of group `group` of a span, where speed does not matter.
 #[inline(always)]
 pub(super) fn params<S: Simd, const SYM: bool>(
     s: S,
@@ -492,13 +508,17 @@ pub(super) fn params<S: Simd, const SYM: bool>(
     group: usize,
 ) -> [[S::F; 2]; 2] {
     assert!(span.len() >= layout.header_bytes() && group < layout.span_groups());
+    let at = span.as_ptr();
     // SAFETY: the header is there, and it has that group.
     unsafe {
         match layout.scale {
-            ScaleDtype::F16 => F16::load::<S, SYM>(s, layout, span.as_ptr(), group),
-            ScaleDtype::Bf16 => Bf16::load::<S, SYM>(s, layout, span.as_ptr(), group),
-            ScaleDtype::F32 => F32::load::<S, SYM>(s, layout, span.as_ptr(), group),
-            ScaleDtype::TwoLevel => TwoLevel::load::<S, SYM>(s, layout, span.as_ptr(), group),
+            ScaleDtype::F16 => F16::header::<S, SYM>(s, at),
+            ScaleDtype::Bf16 => Bf16::header::<S, SYM>(s, at),
+            ScaleDtype::F32 => F32::header::<S, SYM>(s, at),
+            ScaleDtype::TwoLevel => {
+                let header = TwoLevel::header::<S, SYM>(s, at);
+                TwoLevel::group::<S, SYM>(s, layout, at, header, group)
+            }
         }
     }
 }

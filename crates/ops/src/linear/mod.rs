@@ -215,4 +215,6 @@ impl Linear {
 #[cfg(test)]
 mod cases;
 #[cfg(test)]
+mod golden;
+#[cfg(test)]
 pub(crate) mod samples;
