@@ -47,6 +47,8 @@ error otherwise.")]
     Run(Box<RunArgs>),
     /// Describe a model: shapes, memory, expected speed, tokenizer, template
     Inspect(InspectArgs),
+    /// Measure prefill, decode and rounds here, next to what the bytes allow
+    Bench(BenchArgs),
 }
 
 /// Model and machine, for every command.
@@ -144,6 +146,20 @@ pub struct InspectArgs {
     pub json: bool,
 }
 
+/// Options of `bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// The model
+    #[command(flatten)]
+    pub model: ModelArg,
+    /// Also time every kind of op; the rounds themselves get slower by it
+    #[arg(long)]
+    pub ops: bool,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// How answers are made. Absent options take the model's own defaults.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Sampling (defaults: the model's generation_config.json)")]
@@ -225,6 +241,7 @@ impl Cli {
             Command::Chat(args) => Some(&args.answer),
             Command::Run(args) => Some(&args.answer),
             Command::Inspect(_) => None,
+            Command::Bench(_) => None,
         };
         if let Some(answer) = answer
             && answer.acceptance == Some(Acceptance::Greedy)
@@ -259,6 +276,7 @@ impl Cli {
             Command::Chat(args) => &args.model,
             Command::Run(args) => &args.model,
             Command::Inspect(args) => &args.model,
+            Command::Bench(args) => &args.model,
         }
     }
 }

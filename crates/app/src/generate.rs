@@ -260,4 +260,7 @@ pub trait Loader {
 
     /// Describes model, draft, memory plan and expected speed without loading weights.
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)>;
+
+    /// Measures speed; with `ops`, also of every kind of op.
+    fn bench(&self, request: &LoadRequest, ops: bool) -> anyhow::Result<Vec<Section>>;
 }

@@ -1,11 +1,12 @@
-//! `th-engine inspect`: what a model is and what it would cost, before any weight is loaded.
+//! `th-engine inspect`: what a model is and what it would cost, before any weight is loaded; and
+//! `th-engine bench`: what it does cost.
 
 use std::io::Write;
 
 use serde_json::{Map, Value, json};
 
 use crate::Failure;
-use crate::cli::{InspectArgs, version};
+use crate::cli::{BenchArgs, InspectArgs, version};
 use crate::generate::{LoadRequest, Loader, Section};
 use crate::session::open_text;
 use crate::text::chat::ChatText;
@@ -15,6 +16,13 @@ pub fn run(loader: &dyn Loader, request: &LoadRequest, args: &InspectArgs) -> Re
     let (mut sections, source) = loader.inspect(request).map_err(Failure::Load)?;
     let text = open_text(&source).map_err(Failure::Load)?;
     sections.extend(text.as_ref().map(text_section));
+    let output = if args.json { as_json(&sections).to_string() } else { as_text(&sections) };
+    writeln!(std::io::stdout(), "{output}").map_err(Failure::write)
+}
+
+/// Runs `bench`.
+pub fn bench(loader: &dyn Loader, request: &LoadRequest, args: &BenchArgs) -> Result<(), Failure> {
+    let sections = loader.bench(request, args.ops).map_err(Failure::Run)?;
     let output = if args.json { as_json(&sections).to_string() } else { as_text(&sections) };
     writeln!(std::io::stdout(), "{output}").map_err(Failure::write)
 }

@@ -2,6 +2,7 @@
 //! one that reads the environment; the engine is behind [`generate`].
 
 pub mod answer;
+pub mod bench;
 pub mod chat;
 pub mod cli;
 pub mod config;
@@ -97,5 +98,6 @@ fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
         Command::Inspect(args) => inspect::run(loader, &request, args),
+        Command::Bench(args) => inspect::bench(loader, &request, args),
     }
 }

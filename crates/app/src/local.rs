@@ -12,8 +12,9 @@ use engine::{
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
 use model::{Draft, DraftSource, Target, TargetSource};
-use ops::{ActDtype, Device, DryRun, Host};
+use ops::{ActDtype, Device, DryRun, Host, Trace};
 
+use crate::bench;
 use crate::forecast;
 use crate::generate::{
     Acceptance, DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, Isa,
@@ -35,8 +36,7 @@ impl Loader for Local {
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Loaded> {
         let sources = Sources::open(request)?;
-        let threads = request.threads.unwrap_or_else(physical_cores);
-        let host = Host::new(isa(request.isa)?, threads);
+        let host = Local::host(request)?;
         let mut engine = build(host, &sources, request, progress)?;
         let bandwidth = engine.read_bandwidth();
         let bytes = engine.round_bytes(0).total() as f64;
@@ -63,13 +63,37 @@ impl Loader for Local {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let sources = Sources::open(request)?;
-        let threads = request.threads.unwrap_or_else(physical_cores);
-        let host = Host::new(isa(request.isa)?, threads);
+        let host = Local::host(request)?;
         let device = host.info();
         let engine = build(DryRun::new(ActDtype::I8), &sources, request, &mut |_| ())?;
         let mut sections = forecast::sections(&sources.target, sources.draft.as_ref(), &engine);
         sections.push(forecast::speed(&engine, &device.name, forecast::bandwidth(host)));
         Ok((sections, text_source(sources.target.tokenizer())?))
+    }
+
+    fn bench(&self, request: &LoadRequest, ops: bool) -> anyhow::Result<Vec<Section>> {
+        let sources = Sources::open(request)?;
+        let mut engine = build(Local::host(request)?, &sources, request, &mut |_| ())?;
+        let mut sections = bench::sections(&mut engine)?;
+        if ops {
+            let drafts = !matches!(engine.drafter(), Drafter::None);
+            drop(engine);
+            let traced = Trace::new(Local::host(request)?);
+            let mut engine = build(traced, &sources, request, &mut |_| ())?;
+            sections.push(bench::ops(&mut engine, false)?);
+            if drafts {
+                sections.push(bench::ops(&mut engine, true)?);
+            }
+        }
+        Ok(sections)
+    }
+}
+
+impl Local {
+    /// The host device of a request.
+    fn host(request: &LoadRequest) -> anyhow::Result<Host> {
+        let threads = request.threads.unwrap_or_else(physical_cores);
+        Ok(Host::new(isa(request.isa)?, threads))
     }
 }
 

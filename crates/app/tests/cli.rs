@@ -59,6 +59,10 @@ impl Loader for Scripted {
         })
     }
 
+    fn bench(&self, _: &LoadRequest, _: bool) -> anyhow::Result<Vec<Section>> {
+        anyhow::bail!("a scripted engine has no speed")
+    }
+
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let facts = vec![("context".into(), format!("{:?}", request.context))];
         Ok((vec![Section { title: "Model".into(), facts }], text()))

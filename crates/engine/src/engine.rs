@@ -160,6 +160,12 @@ impl<D: Device> Engine<D> {
         &self.target
     }
 
+    /// Changes where proposals come from, between answers; returns what it was. A device's draft can
+    /// be left out and taken up again, but not added to an engine that was built without one.
+    pub fn set_drafter(&mut self, drafter: Drafter) -> Drafter {
+        std::mem::replace(&mut self.drafter, drafter)
+    }
+
     /// Where proposals come from.
     pub fn drafter(&self) -> &Drafter {
         &self.drafter

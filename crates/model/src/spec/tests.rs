@@ -80,7 +80,7 @@ fn what_cannot_be_run_is_refused_with_the_reason() {
     says(&with("num_key_value_heads", json!(4)), &["num_attention_heads", "multiple of 4"]);
     says(&with("linear_num_value_heads", json!(7)), &["linear_num_value_heads", "multiple of 2"]);
     says(&with("rms_norm_eps", json!(1e-60)), &["rms_norm_eps", "between 0 and 1"]);
-    says(&with("hidden_size", json!(100)), &["hidden_size", "multiple of 32"]);
+    says(&with("hidden_size", json!(100)), &["hidden_size", "multiple of 64"]);
     says(&with("layer_types", json!(["full_attention"])), &["layer_types", "8 entries", "found 1"]);
     let wrong = json!(vec!["mamba"; 8]);
     says(&with("layer_types", wrong), &["layer_types", "linear_attention", "mamba"]);
@@ -170,7 +170,7 @@ fn gguf(w: &GgufWriter) -> Result<Spec, LoadError> {
 fn llama(edit: impl Fn(&mut GgufWriter)) -> GgufWriter {
     let mut w = GgufWriter::default();
     w.str("general.architecture", "llama").u32("llama.block_count", 2);
-    w.u32("llama.embedding_length", 64).u32("llama.feed_forward_length", 96);
+    w.u32("llama.embedding_length", 64).u32("llama.feed_forward_length", 128);
     w.u32("llama.context_length", 128).u32("llama.attention.head_count", 4);
     w.f32("llama.attention.layer_norm_rms_epsilon", 1e-5).f32("llama.rope.freq_base", 1e5);
     edit(&mut w);

@@ -84,7 +84,7 @@ fn the_first_row_of_a_lane_sees_no_other_lane() {
 #[test]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("block_conv", 9, |b, rows| {
-        build(b, &[rows], (96, 16, 2), 0, Some(ActDtype::I8))
+        build(b, &[rows], (128, 16, 2), 0, Some(ActDtype::I8))
     });
 }
 

@@ -51,16 +51,16 @@ fn columns_outside_stay() {
 
 #[test]
 fn a_row_does_not_depend_on_its_neighbours() {
-    row_invariance("copy_rows", 6, |b, rows| build(b, rows, 64, 32, 160, ActDtype::I8, true));
+    row_invariance("copy_rows", 6, |b, rows| build(b, rows, 64, 32, 192, ActDtype::I8, true));
 }
 
 #[test]
 fn refuses_what_it_cannot_compute() {
     let mut host = crate::Host::new(crate::simd::Isa::Portable, 1);
     let mut b = Builder::new(&mut host);
-    let good = build(&mut b, 2, 32, 32, 96, ActDtype::I8, true);
+    let good = build(&mut b, 2, 32, 32, 128, ActDtype::I8, true);
     good.check().expect("the geometry of the other cases");
-    assert!(CopyRows { column: 65, ..good }.check().is_err());
+    assert!(CopyRows { column: 97, ..good }.check().is_err());
     assert!(CopyRows { column: usize::MAX, ..good }.check().is_err());
     assert!(CopyRows { width: 33, ..good }.check().is_err());
     assert!(CopyRows { rows: 3, ..good }.check().is_err());

@@ -25,7 +25,7 @@ fn agrees_with_the_definition() {
         for (heads, dim, act) in [
             (1, 16, ActDtype::F32),
             (9, 64, ActDtype::I8),
-            (2, 80, ActDtype::I8),
+            (4, 80, ActDtype::I8),
             (3, 48, ActDtype::F32),
             (24, 256, ActDtype::I8),
         ] {
@@ -48,7 +48,7 @@ fn the_gate_is_the_second_half_of_each_head() {
         gates[16..32].fill(0.0);
         gates[48..64].fill(80.0);
         let q_gate = Some(b.f32(&gates));
-        let out = b.out_act("out", 1, 32, ActDtype::I8);
+        let out = b.out_act("out", 1, 32, ActDtype::F32);
         let want: Vec<f32> = (0..32).map(|i| if i < 16 { 1.5 } else { 3.0 }).collect();
         b.expect("out", &want);
         HeadGate { x, q_gate, out, rows: 1, heads: 2, dim: 16 }
@@ -57,7 +57,7 @@ fn the_gate_is_the_second_half_of_each_head() {
 
 #[test]
 fn without_a_gate_it_copies() {
-    conformance("copy", Tolerance::exact(), |b| build(b, 3, 5, 32, false, ActDtype::I8));
+    conformance("copy", Tolerance::exact(), |b| build(b, 3, 6, 32, false, ActDtype::I8));
 }
 
 #[test]

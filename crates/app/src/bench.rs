@@ -1,0 +1,189 @@
+//! `th-engine bench`: how fast a model runs here, next to what its bytes allow.
+//!
+//! Arms run in the order A B B A, on the same tokens, greedily. Every figure comes with its spread,
+//! and the read bandwidth is measured before and after: if it moved, the machine was not quiet.
+
+use std::time::{Duration, Instant};
+
+use engine::{Drafter, Engine, Request, Sampler, SamplingDefaults, SamplingOptions, Session};
+use ops::{Device, OpCount, Trace};
+
+use crate::generate::Section;
+
+/// Rounds of one arm.
+const ROUNDS: usize = 64;
+/// Tokens of the prompt before decoding.
+const PROMPT: usize = 64;
+const PREFILLS: [usize; 2] = [512, 4096];
+const REPEATS: usize = 3;
+
+/// Milliseconds of repeated measurements.
+#[derive(Clone, Copy, Debug)]
+struct Spread {
+    least: f64,
+    median: f64,
+    most: f64,
+}
+
+impl Spread {
+    fn of(mut times: Vec<Duration>) -> Spread {
+        times.sort();
+        let ms = |time: &Duration| 1e3 * time.as_secs_f64();
+        let median = times.get(times.len() / 2).map_or(0.0, ms);
+        Spread { least: times.first().map_or(0.0, ms), median, most: times.last().map_or(0.0, ms) }
+    }
+
+    fn shown(&self) -> String {
+        format!("{:.2} ms ({:.2} to {:.2})", self.median, self.least, self.most)
+    }
+}
+
+/// Measures everything.
+pub fn sections<D: Device>(engine: &mut Engine<D>) -> anyhow::Result<Vec<Section>> {
+    let before = engine.read_bandwidth();
+    let mut prefill = Vec::new();
+    for tokens in PREFILLS {
+        if tokens + 1 >= engine.context() {
+            continue;
+        }
+        let mut times = Vec::with_capacity(REPEATS);
+        for _ in 0..REPEATS {
+            times.push(prefill_once(engine, tokens)?);
+        }
+        let spread = Spread::of(times);
+        let rate = 1e3 * tokens as f64 / spread.median;
+        prefill.push((format!("{tokens} tokens"), format!("{rate:.0} tok/s, {}", spread.shown())));
+    }
+    let mut sections = vec![Section { title: "Prefill".into(), facts: prefill }];
+    let mut plain = rounds(engine, false)?;
+    let drafts = !matches!(engine.drafter(), Drafter::None);
+    let mut whole = Vec::new();
+    if drafts {
+        whole = rounds(engine, true)?;
+        whole.extend(rounds(engine, true)?);
+    }
+    plain.extend(rounds(engine, false)?);
+    let after = engine.read_bandwidth();
+    sections.push(decode(engine, Spread::of(plain), Spread::of(whole), before.max(after)));
+    let bandwidth = format!("{:.1} GB/s before, {:.1} GB/s after", before / 1e9, after / 1e9);
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load.split(' ').next().unwrap_or("unknown").to_owned();
+    sections.push(Section {
+        title: "Machine".into(),
+        facts: vec![
+            ("device".into(), engine.dev.info().name),
+            ("read bandwidth of the weights".into(), bandwidth),
+            ("load average".into(), load),
+        ],
+    });
+    Ok(sections)
+}
+
+fn decode<D: Device>(engine: &Engine<D>, plain: Spread, whole: Spread, bandwidth: f64) -> Section {
+    let ms = |bytes: u64| 1e3 * bytes as f64 / bandwidth.max(1.0);
+    let pass_bytes: u64 = engine.target().pass_weights().iter().map(|w| w.buf.bytes as u64).sum();
+    let mut facts = vec![
+        ("one row, without the draft".to_owned(), plain.shown()),
+        ("tokens/s without the draft".to_owned(), format!("{:.1}", 1e3 / plain.median)),
+        ("weights of a pass ÷ bandwidth".to_owned(), format!("{:.2} ms", ms(pass_bytes))),
+        (
+            "share of the read bandwidth".to_owned(),
+            format!("{:.0} %", 100.0 * ms(pass_bytes) / plain.median),
+        ),
+    ];
+    if whole.median > 0.0 {
+        let floor = ms(engine.round_bytes(PROMPT).total());
+        facts.extend([
+            (format!("a whole round of {} rows", engine.block()), whole.shown()),
+            ("round ÷ one row".to_owned(), format!("{:.2}", whole.median / plain.median)),
+            ("round ÷ floor of its bytes".to_owned(), format!("{:.2}", whole.median / floor)),
+        ]);
+    }
+    Section { title: "Decode".into(), facts }
+}
+
+/// Ids that differ from one another, of any vocabulary.
+fn tokens<D: Device>(engine: &Engine<D>, count: usize) -> Vec<u32> {
+    let vocab = engine.target().vocab as u64;
+    (0..count as u64).map(|i| (i.wrapping_mul(2_654_435_761) >> 7) as u32 % vocab as u32).collect()
+}
+
+fn request<D: Device>(engine: &Engine<D>, prompt: usize) -> anyhow::Result<Request> {
+    let options = SamplingOptions { temperature: Some(0.0), ..SamplingOptions::default() };
+    let sampler: Sampler = options.resolve(&SamplingDefaults::default(), engine.target().vocab)?;
+    let prompt = tokens(engine, prompt);
+    Ok(Request { prompt, max_tokens: usize::MAX, stop_tokens: Vec::new(), sampler })
+}
+
+fn prefill_once<D: Device>(engine: &mut Engine<D>, count: usize) -> anyhow::Result<Duration> {
+    let request = request(engine, count + 1)?;
+    let mut session = Session::new(0);
+    let start = Instant::now();
+    session.begin(engine, request, &|| false)?;
+    Ok(start.elapsed())
+}
+
+/// The time of each of some rounds, after a few to warm up.
+fn rounds<D: Device>(engine: &mut Engine<D>, draft: bool) -> anyhow::Result<Vec<Duration>> {
+    let request = request(engine, PROMPT)?;
+    let mut session = Session::new(0);
+    session.begin(engine, request, &|| false)?;
+    let kept = if draft { None } else { Some(engine.set_drafter(Drafter::None)) };
+    let mut times = Vec::with_capacity(ROUNDS);
+    let mut outcome = Ok(());
+    for i in 0..ROUNDS + 4 {
+        let start = Instant::now();
+        match session.next(engine) {
+            Ok((_, None)) if i >= 4 => times.push(start.elapsed()),
+            Ok((_, None)) => {}
+            Ok((_, Some(_))) => break,
+            Err(error) => outcome = Err(error),
+        }
+        if outcome.is_err() {
+            break;
+        }
+    }
+    if let Some(drafter) = kept {
+        engine.set_drafter(drafter);
+    }
+    outcome?;
+    Ok(times)
+}
+
+/// Time, share and bandwidth of each op over some rounds.
+pub fn ops<D: Device>(engine: &mut Engine<Trace<D>>, draft: bool) -> anyhow::Result<Section> {
+    engine.dev.ops.clear();
+    let rounds = rounds(engine, draft)?;
+    // The prompt's pass and the warm-up are in the counters too: start over, without them.
+    engine.dev.ops.clear();
+    let start = Instant::now();
+    let request = request(engine, 1)?;
+    let mut session = Session::new(0);
+    session.begin(engine, request, &|| false)?;
+    let kept = if draft { None } else { Some(engine.set_drafter(Drafter::None)) };
+    for _ in 0..rounds.len() {
+        session.next(engine)?;
+    }
+    if let Some(drafter) = kept {
+        engine.set_drafter(drafter);
+    }
+    let all = start.elapsed().as_secs_f64() / rounds.len().max(1) as f64;
+    let mut list: Vec<(&str, OpCount)> = engine.dev.ops.iter().map(|(n, c)| (*n, *c)).collect();
+    list.sort_by_key(|(_, count)| std::cmp::Reverse(count.time));
+    let mut facts: Vec<(String, String)> = list
+        .into_iter()
+        .map(|(name, count)| {
+            let seconds = count.time.as_secs_f64() / rounds.len().max(1) as f64;
+            let bytes = (count.cost.weight_bytes + count.cost.other_bytes) as f64;
+            let rate = bytes / count.time.as_secs_f64().max(1e-12) / 1e9;
+            let share = 100.0 * seconds / all;
+            let runs = count.runs / rounds.len().max(1);
+            let text =
+                format!("{:7.3} ms  {share:5.1} %  {rate:7.1} GB/s  {runs:4} runs", 1e3 * seconds);
+            (name.to_owned(), text)
+        })
+        .collect();
+    facts.push(("whole round".to_owned(), format!("{:7.3} ms", 1e3 * all)));
+    let title = if draft { "Ops of a round" } else { "Ops of one row" };
+    Ok(Section { title: title.into(), facts })
+}
