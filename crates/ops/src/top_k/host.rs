@@ -66,7 +66,8 @@ fn merge(op: &TopK, mem: &Mem, row: usize, segments: usize) {
         let (ids, values) = list(op, mem, row, segment);
         let len = segment_range(op, segment).len().min(op.k);
         for (&id, &value) in ids[..len].iter().zip(&values[..len]) {
-            if best.len == op.k && !(value > values_last(&best)) {
+            // Values are never NaN here.
+            if best.len == op.k && value <= values_last(&best) {
                 break;
             }
             best.insert(id, value);
