@@ -66,8 +66,7 @@ fn merge(op: &TopK, mem: &Mem, row: usize, segments: usize) {
         let (ids, values) = list(op, mem, row, segment);
         let len = segment_range(op, segment).len().min(op.k);
         for (&id, &value) in ids[..len].iter().zip(&values[..len]) {
-            // Values are never NaN here.
-            if best.len == op.k && value <= values_last(&best) {
+            if best.len == op.k && (value <= values_last(&best) || value.is_nan()) {
                 break;
             }
             best.insert(id, value);
