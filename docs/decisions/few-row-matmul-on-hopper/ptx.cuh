@@ -143,3 +143,49 @@ __device__ __forceinline__ void bulk_load_plain(uint32_t dst, const void* src, u
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
 __device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ float4 mma_f16(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float4 c) {
+    float4 d;
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=f"(d.x), "=f"(d.y), "=f"(d.z), "=f"(d.w)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c.x), "f"(c.y), "f"(c.z), "f"(c.w));
+    return d;
+}
+__device__ __forceinline__ uint32_t code_high(uint32_t x) {  // two f16 values 1 + q/16, q in mantissa bits 6..9
+    uint32_t r;
+    asm("lop3.b32 %0, %1, 0x03c003c0, %2, 0xEA;" : "=r"(r) : "r"(x), "r"(0x3c003c00u));
+    return r;
+}
+__device__ __forceinline__ uint32_t code_low(uint32_t x) {  // two f16 values 1 + q/256, q in mantissa bits 2..5
+    uint32_t r;
+    asm("lop3.b32 %0, %1, 0x003c003c, %2, 0xEA;" : "=r"(r) : "r"(x), "r"(0x3c003c00u));
+    return r;
+}
+__device__ __forceinline__ uint32_t absmax_bf16x2(uint32_t a, uint32_t b) {  // larger magnitude of each half, signs meaningless; NaN wins
+    uint32_t r;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ uint32_t add_relu_s16x2(uint32_t a, uint32_t b) {  // max(a + b, 0) of each half
+    uint32_t r;
+    asm("{\n.reg .b32 t;\nadd.s16x2 t, %1, %2;\nmax.s16x2.relu %0, t, t;\n}\n" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ int4 imma_uu(uint4 a, const uint32_t (&b)[2], int4 c) {  // D (16x8, s32) = A (16x32, u8) * B (32x8, u8) + C
+    int4 d;
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
+    return d;
+}
+__device__ __forceinline__ int4 imma_us(uint4 a, const uint32_t (&b)[2], int4 c) {  // D (16x8, s32) = A (16x32, u8) * B (32x8, s8) + C
+    int4 d;
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
+    return d;
+}
+__device__ __forceinline__ uint16_t f16_bits(float f) {
+    uint16_t r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(f));
+    return r;
+}
