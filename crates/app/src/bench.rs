@@ -10,8 +10,9 @@ use ops::{Device, OpCount, Trace};
 
 use crate::generate::Section;
 
-/// Rounds of one arm.
+/// Rounds of one arm, and those before them that don't count.
 const ROUNDS: usize = 64;
+const WARM_UP: usize = 4;
 /// Tokens of the prompt before decoding.
 const PROMPT: usize = 64;
 const PREFILLS: [usize; 2] = [512, 4096];
@@ -55,14 +56,14 @@ pub fn sections<D: Device>(engine: &mut Engine<D>) -> anyhow::Result<Vec<Section
         prefill.push((format!("{tokens} tokens"), format!("{rate:.0} tok/s, {}", spread.shown())));
     }
     let mut sections = vec![Section { title: "Prefill".into(), facts: prefill }];
-    let mut plain = rounds(engine, false)?;
+    let mut plain = rounds(engine, false, &mut |_| ())?;
     let drafts = !matches!(engine.drafter(), Drafter::None);
     let mut whole = Vec::new();
     if drafts {
-        whole = rounds(engine, true)?;
-        whole.extend(rounds(engine, true)?);
+        whole = rounds(engine, true, &mut |_| ())?;
+        whole.extend(rounds(engine, true, &mut |_| ())?);
     }
-    plain.extend(rounds(engine, false)?);
+    plain.extend(rounds(engine, false, &mut |_| ())?);
     let after = engine.read_bandwidth();
     sections.push(decode(engine, Spread::of(plain), Spread::of(whole), before.max(after)));
     let bandwidth = format!("{:.1} GB/s before, {:.1} GB/s after", before / 1e9, after / 1e9);
@@ -123,51 +124,53 @@ fn prefill_once<D: Device>(engine: &mut Engine<D>, count: usize) -> anyhow::Resu
     Ok(start.elapsed())
 }
 
-/// The time of each of some rounds, after a few to warm up.
-fn rounds<D: Device>(engine: &mut Engine<D>, draft: bool) -> anyhow::Result<Vec<Duration>> {
+/// The time of each of some rounds, after a few to warm up; `warm` is called before the first that
+/// counts.
+fn timed_rounds<D: Device>(
+    engine: &mut Engine<D>,
+    warm: &mut dyn FnMut(&mut Engine<D>),
+) -> anyhow::Result<Vec<Duration>> {
     let request = request(engine, PROMPT)?;
     let mut session = Session::new(0);
     session.begin(engine, request, &|| false)?;
-    let kept = if draft { None } else { Some(engine.set_drafter(Drafter::None)) };
     let mut times = Vec::with_capacity(ROUNDS);
-    let mut outcome = Ok(());
-    for i in 0..ROUNDS + 4 {
-        let start = Instant::now();
-        match session.next(engine) {
-            Ok((_, None)) if i >= 4 => times.push(start.elapsed()),
-            Ok((_, None)) => {}
-            Ok((_, Some(_))) => break,
-            Err(error) => outcome = Err(error),
+    for i in 0..WARM_UP + ROUNDS {
+        if i == WARM_UP {
+            warm(engine);
         }
-        if outcome.is_err() {
+        let start = Instant::now();
+        let (_, ended) = session.next(engine)?;
+        if ended.is_some() {
             break;
         }
+        if i >= WARM_UP {
+            times.push(start.elapsed());
+        }
     }
-    if let Some(drafter) = kept {
-        engine.set_drafter(drafter);
-    }
-    outcome?;
     Ok(times)
+}
+
+/// [`timed_rounds`] with the engine's drafter, or with none.
+fn rounds<D: Device>(
+    engine: &mut Engine<D>,
+    draft: bool,
+    warm: &mut dyn FnMut(&mut Engine<D>),
+) -> anyhow::Result<Vec<Duration>> {
+    if draft {
+        return timed_rounds(engine, warm);
+    }
+    let drafter = engine.set_drafter(Drafter::None);
+    let times = timed_rounds(engine, warm);
+    engine.set_drafter(drafter);
+    times
 }
 
 /// Time, share and bandwidth of each op over some rounds.
 pub fn ops<D: Device>(engine: &mut Engine<Trace<D>>, draft: bool) -> anyhow::Result<Section> {
-    engine.dev.ops.clear();
-    let rounds = rounds(engine, draft)?;
-    // The prompt's pass and the warm-up are in the counters too: start over, without them.
-    engine.dev.ops.clear();
-    let start = Instant::now();
-    let request = request(engine, 1)?;
-    let mut session = Session::new(0);
-    session.begin(engine, request, &|| false)?;
-    let kept = if draft { None } else { Some(engine.set_drafter(Drafter::None)) };
-    for _ in 0..rounds.len() {
-        session.next(engine)?;
-    }
-    if let Some(drafter) = kept {
-        engine.set_drafter(drafter);
-    }
-    let all = start.elapsed().as_secs_f64() / rounds.len().max(1) as f64;
+    // The prompt's pass and the warm-up rounds don't count.
+    let rounds = rounds(engine, draft, &mut |engine| engine.dev.ops.clear())?;
+    let time: Duration = rounds.iter().sum();
+    let all = time.as_secs_f64() / rounds.len().max(1) as f64;
     let mut list: Vec<(&str, OpCount)> = engine.dev.ops.iter().map(|(n, c)| (*n, *c)).collect();
     list.sort_by_key(|(_, count)| std::cmp::Reverse(count.time));
     let mut facts: Vec<(String, String)> = list

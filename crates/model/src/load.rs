@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use ops::linear::{self, TILE};
-use ops::{Buf, Device, DeviceError, Format, Rope, RopePairing, ScaleDtype, Weight};
+use ops::{Buf, Device, DeviceError, Rope, RopePairing, ScaleDtype, Weight};
 
 use crate::draft::{Draft, DraftLayer, DynamicConv, Selector};
 use crate::origin::{DraftSource, TargetSource};
@@ -245,13 +245,7 @@ impl Uploader<'_> {
     /// A `[vocab, rank]` table in bf16, whatever float type it is stored in.
     fn codebook(&mut self, weight: Logical) -> Result<Buf, Failure> {
         let matrix = self.source.matrix(weight)?;
-        let probe = |dtype| matches!(dtype, FloatDtype::Bf16 | FloatDtype::F16 | FloatDtype::F32);
-        let dense = match matrix.source {
-            Source::Dense { dtype, .. } => probe(dtype),
-            Source::Synth(_) => true,
-            Source::Mlx { .. } | Source::Ggml { .. } => false,
-        };
-        if !dense {
+        if matches!(matrix.source, Source::Mlx { .. } | Source::Ggml { .. }) {
             let found = "a quantised table".to_owned();
             return Err(self.source.error(weight, "bf16, f16 or f32".to_owned(), found).into());
         }
@@ -292,10 +286,7 @@ impl Uploader<'_> {
         };
         let buf = self.dev.alloc(bytes, &format!("{weight:?}"))?;
         let failed = Mutex::new(None);
-        let rows_of_piece = match format {
-            Format::F32 | Format::F16 | Format::Bf16 => 1,
-            Format::Affine { .. } | Format::Symmetric { .. } => TILE,
-        };
+        let rows_of_piece = format.piece_rows();
         self.dev.upload(buf, piece * (64 / rows_of_piece), &|offset, out| {
             let first = offset / piece * rows_of_piece;
             let rows = first..(first + out.len() / piece * rows_of_piece).min(n);
