@@ -5,7 +5,7 @@
 //! every buffer lies between guard zones that must stay intact.
 
 use crate::simd::Isa;
-use crate::{Act, ActDtype, Buf, Device, Host, HostMode, Mem, Op};
+use crate::{Act, ActDtype, Buf, Device, Host, HostMode, LaneStep, Lanes, Mem, Op};
 
 const GUARD: usize = 256;
 const GUARD_BYTE: u8 = 0xA5;
@@ -137,6 +137,20 @@ impl<'d> Builder<'d> {
         }
         let buf = self.bytes(mem.get::<u8>(act.buf));
         Act { buf, width, dtype }
+    }
+
+    /// The lanes of a pass, their rows one after the other: `row0` is filled in.
+    pub fn lanes(&mut self, steps: impl IntoIterator<Item = LaneStep>) -> Lanes {
+        let (mut rows, mut max_rows) = (0, 0);
+        let place = |step: LaneStep| {
+            let row0 = rows;
+            rows += step.rows;
+            max_rows = max_rows.max(step.rows);
+            LaneStep { row0, ..step }
+        };
+        let steps: Vec<LaneStep> = steps.into_iter().map(place).collect();
+        let (rows, max_rows) = (rows as usize, max_rows as usize);
+        Lanes { step: self.pod(&steps), count: steps.len(), rows, max_rows }
     }
 
     fn output(&mut self, name: &str, bytes: usize, kind: impl Fn(Buf) -> Kind) -> Buf {

@@ -27,17 +27,6 @@ struct Shape {
 
 const SHAPE: Shape = Shape { heads: 6, kv_heads: 2, dim: 64, causal: true, window: None };
 
-fn steps(list: &[Lane]) -> (Vec<LaneStep>, usize, usize) {
-    let mut row0 = 0;
-    let step = list.iter().map(|&Lane { slot, pos, rows }| {
-        row0 += rows;
-        LaneStep { row0: row0 - rows, rows, pos, slot, ..Default::default() }
-    });
-    let step = step.collect();
-    let max_rows = list.iter().map(|l| l.rows).max().unwrap_or(0);
-    (step, row0 as usize, max_rows as usize)
-}
-
 fn bf16(x: f32) -> u16 {
     half::bf16::from_f32(x).to_bits()
 }
@@ -93,8 +82,10 @@ fn seen(shape: Shape, list: &[Lane]) -> Vec<(usize, usize)> {
 fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
     let Shape { heads, kv_heads: _, dim, causal, window } = shape;
     let kv = pool(b, shape, &seen(shape, list));
-    let (step, rows, max_rows) = steps(list);
-    let lanes = Lanes { step: b.pod(&step), count: step.len(), rows, max_rows };
+    let step =
+        |&Lane { slot, pos, rows }: &Lane| LaneStep { rows, pos, slot, ..Default::default() };
+    let lanes = b.lanes(list.iter().map(step));
+    let rows = lanes.rows;
     let scratch = b.bytes(&vec![0xFF; Attention::scratch_bytes(rows, heads, dim)]);
     let out = b.out_f32("out", rows * heads * dim);
     b.reseed(5);

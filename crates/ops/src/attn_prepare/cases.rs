@@ -34,17 +34,13 @@ const SHAPE: Shape = Shape {
 const SLOTS: usize = 3;
 const MAX_PAGES: usize = 5;
 
-pub(crate) fn lanes(b: &mut Builder, lanes: &[Lane]) -> Lanes {
-    let mut row0 = 0;
-    let step: Vec<LaneStep> = lanes
-        .iter()
-        .map(|&(slot, pos, rows)| {
-            row0 += rows;
-            LaneStep { row0: row0 - rows, rows, pos, slot, ..Default::default() }
-        })
-        .collect();
-    let max_rows = lanes.iter().map(|l| l.2).max().unwrap_or(0) as usize;
-    Lanes { step: b.pod(&step), count: lanes.len(), rows: row0 as usize, max_rows }
+fn lanes(b: &mut Builder, lanes: &[Lane]) -> Lanes {
+    b.lanes(lanes.iter().map(|&(slot, pos, rows)| LaneStep {
+        rows,
+        pos,
+        slot,
+        ..LaneStep::default()
+    }))
 }
 
 /// A pool of poisoned pages, handed to the slots in a scattered order.

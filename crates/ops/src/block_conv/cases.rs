@@ -5,17 +5,7 @@ use crate::{ActDtype, BlockConv, BlockConvOut, LaneStep, Lanes, Op};
 
 /// Lanes of these row counts, one after the other.
 fn lanes(b: &mut Builder, rows: &[usize]) -> Lanes {
-    let mut row0 = 0;
-    let steps: Vec<LaneStep> = rows
-        .iter()
-        .map(|&rows| {
-            row0 += rows as u32;
-            LaneStep { row0: row0 - rows as u32, rows: rows as u32, ..LaneStep::default() }
-        })
-        .collect();
-    let step = b.pod(&steps);
-    let max_rows = rows.iter().copied().max().unwrap_or(0);
-    Lanes { step, count: rows.len(), rows: row0 as usize, max_rows }
+    b.lanes(rows.iter().map(|&rows| LaneStep { rows: rows as u32, ..LaneStep::default() }))
 }
 
 fn build(

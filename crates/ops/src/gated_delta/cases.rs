@@ -1,38 +1,13 @@
 //! Cases every device must pass.
 
 use super::{GatedDelta, TILE};
+use crate::gdn_prepare::cases::{Lane, TINY, geometry, lanes};
 use crate::gdn_prepare::{Commit, GdnGeometry, HeadMap};
 use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, Buf, Device, Host, HostMode, LaneStep, Lanes, Op};
 
 const BLOCK: usize = 8;
-
-const fn geometry(
-    (key_heads, value_heads): (usize, usize),
-    (key_dim, value_dim): (usize, usize),
-) -> GdnGeometry {
-    GdnGeometry { key_heads, value_heads, key_dim, value_dim, head_map: HeadMap::Grouped }
-}
-
-const TINY: GdnGeometry = geometry((6, 12), (64, 64));
-
-/// A lane of a pass: (rows, slot, pending, parity).
-type Lane = (u32, u32, u32, u32);
-
-fn lanes(b: &mut Builder, list: &[Lane]) -> Lanes {
-    let mut row0 = 0;
-    let steps: Vec<LaneStep> = list
-        .iter()
-        .map(|&(rows, slot, pending, parity)| {
-            row0 += rows;
-            let row0 = row0 - rows;
-            LaneStep { row0, rows, slot, pending, parity, ..LaneStep::default() }
-        })
-        .collect();
-    let max_rows = list.iter().map(|l| l.0).max().unwrap_or(0) as usize;
-    Lanes { step: b.pod(&steps), count: list.len(), rows: row0 as usize, max_rows }
-}
 
 /// Rows of heads of length `length`.
 fn heads(b: &mut Builder, count: usize, dim: usize, length: f32) -> Vec<f32> {

@@ -5,30 +5,26 @@ use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{Buf, Device, Host, HostMode, LaneStep, Lanes, Op};
 
-const fn geometry(
+pub(crate) const fn geometry(
     (key_heads, value_heads): (usize, usize),
     (key_dim, value_dim): (usize, usize),
 ) -> GdnGeometry {
     GdnGeometry { key_heads, value_heads, key_dim, value_dim, head_map: HeadMap::Grouped }
 }
 
-const TINY: GdnGeometry = geometry((6, 12), (64, 64));
+pub(crate) const TINY: GdnGeometry = geometry((6, 12), (64, 64));
 
 /// A lane of a pass: (rows, slot, pending, parity).
-type Lane = (u32, u32, u32, u32);
+pub(crate) type Lane = (u32, u32, u32, u32);
 
-fn lanes(b: &mut Builder, list: &[Lane]) -> Lanes {
-    let mut row0 = 0;
-    let steps: Vec<LaneStep> = list
-        .iter()
-        .map(|&(rows, slot, pending, parity)| {
-            row0 += rows;
-            let row0 = row0 - rows;
-            LaneStep { row0, rows, slot, pending, parity, ..LaneStep::default() }
-        })
-        .collect();
-    let max_rows = list.iter().map(|l| l.0).max().unwrap_or(0) as usize;
-    Lanes { step: b.pod(&steps), count: list.len(), rows: row0 as usize, max_rows }
+pub(crate) fn lanes(b: &mut Builder, list: &[Lane]) -> Lanes {
+    b.lanes(list.iter().map(|&(rows, slot, pending, parity)| LaneStep {
+        rows,
+        slot,
+        pending,
+        parity,
+        ..LaneStep::default()
+    }))
 }
 
 fn build(

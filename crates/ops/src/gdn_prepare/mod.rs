@@ -341,4 +341,4 @@ impl GdnPrepare {
 }
 
 #[cfg(test)]
-mod cases;
+pub(crate) mod cases;
