@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
+use engine::{Rule, SamplingOptions};
 
 use crate::config::Surroundings;
-use crate::generate::{Acceptance, GenerateOptions, Isa, LoadRequest, Sampling};
+use crate::generate::{GenerateOptions, Isa, LoadRequest};
 
 /// Runs Qwen3.5-family hybrid models in 4 bits, with drafts verified in one pass.
 #[derive(Debug, Parser)]
@@ -160,6 +161,30 @@ pub struct BenchArgs {
     pub json: bool,
 }
 
+/// Rules by which proposals are accepted. All give exactly the target's distribution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Acceptance {
+    /// Always the target's most likely token, as at temperature 0.
+    Greedy,
+    /// Token by token: min(1, p/q).
+    Token,
+    /// The whole block at once; never accepts fewer tokens than the token rule on average.
+    Block,
+    /// The same tokens for a seed whatever the draft proposes.
+    Invariant,
+}
+
+impl From<Acceptance> for Rule {
+    fn from(acceptance: Acceptance) -> Rule {
+        match acceptance {
+            Acceptance::Greedy => Rule::Greedy,
+            Acceptance::Token => Rule::Token,
+            Acceptance::Block => Rule::Block,
+            Acceptance::Invariant => Rule::Invariant,
+        }
+    }
+}
+
 /// How answers are made. Absent options take the model's own defaults.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Sampling (defaults: the model's generation_config.json)")]
@@ -207,7 +232,7 @@ impl AnswerArgs {
     /// The part that concerns the engine.
     pub fn generate_options(&self) -> GenerateOptions {
         GenerateOptions {
-            sampling: Sampling {
+            sampling: SamplingOptions {
                 temperature: self.temperature,
                 top_k: self.top_k,
                 top_p: self.top_p,
@@ -215,8 +240,9 @@ impl AnswerArgs {
                 presence_penalty: self.presence_penalty,
                 frequency_penalty: self.frequency_penalty,
                 repetition_penalty: self.repetition_penalty,
+                logit_bias: Vec::new(),
                 seed: self.seed,
-                acceptance: self.acceptance,
+                rule: self.acceptance.map(Rule::from),
             },
             max_tokens: self.max_tokens.map(|n| n as usize),
         }
@@ -349,7 +375,7 @@ mod tests {
              --frequency-penalty 2 --repetition-penalty 1.1 --seed 42 --max-tokens 7 \
              --acceptance token --stop a --stop b --no-think",
         );
-        let expected = Sampling {
+        let expected = SamplingOptions {
             temperature: Some(0.5),
             top_k: Some(0),
             top_p: Some(1.0),
@@ -357,8 +383,9 @@ mod tests {
             presence_penalty: Some(-0.5),
             frequency_penalty: Some(2.0),
             repetition_penalty: Some(1.1),
+            logit_bias: Vec::new(),
             seed: Some(42),
-            acceptance: Some(Acceptance::Token),
+            rule: Some(Rule::Token),
         };
         let options = args.answer.generate_options();
         assert_eq!(options, GenerateOptions { sampling: expected, max_tokens: Some(7) });

@@ -6,6 +6,8 @@
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
+use engine::SamplingOptions;
+
 use crate::text::gguf_vocab::GgufVocab;
 
 /// What to load, with every name resolved to a place.
@@ -58,47 +60,11 @@ pub enum Isa {
     Portable,
 }
 
-/// Rules by which proposals are accepted. All give exactly the target's distribution.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Acceptance {
-    /// Always the target's most likely token, as at temperature 0.
-    Greedy,
-    /// Token by token: min(1, p/q).
-    Token,
-    /// The whole block at once; never accepts fewer tokens than the token rule on average.
-    Block,
-    /// The same tokens for a seed whatever the draft proposes.
-    Invariant,
-}
-
-/// Sampling options; `None` means the model's own default.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Sampling {
-    /// Divides the logits; 0 is greedy.
-    pub temperature: Option<f32>,
-    /// Keeps the k most likely tokens; 0 is off.
-    pub top_k: Option<u32>,
-    /// Keeps the most likely tokens that make up this mass.
-    pub top_p: Option<f32>,
-    /// Keeps tokens at least this fraction as likely as the best.
-    pub min_p: Option<f32>,
-    /// Subtracted from the logit of each token in the output.
-    pub presence_penalty: Option<f32>,
-    /// Subtracted for each occurrence in the output.
-    pub frequency_penalty: Option<f32>,
-    /// Divides positive and multiplies negative logits of tokens in prompt and output.
-    pub repetition_penalty: Option<f32>,
-    /// Makes the output repeatable.
-    pub seed: Option<u64>,
-    /// How proposals are accepted.
-    pub acceptance: Option<Acceptance>,
-}
-
 /// Options of one generation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerateOptions {
     /// How tokens are chosen.
-    pub sampling: Sampling,
+    pub sampling: SamplingOptions,
     /// The most tokens to generate; `None` is until the model stops or the context is full.
     pub max_tokens: Option<usize>,
 }

@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Context;
 use engine::ngram::Ngram;
 use engine::{
-    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, Rule, SamplingDefaults,
-    SamplingOptions, Session,
+    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults, Session,
 };
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
@@ -17,8 +16,8 @@ use ops::{ActDtype, Device, DryRun, Host, Trace};
 use crate::bench;
 use crate::forecast;
 use crate::generate::{
-    Acceptance, DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, Isa,
-    LoadRequest, Loaded, Loader, ModelRef, Prefill, Progress, Round, Section, TextSource,
+    DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, Isa, LoadRequest, Loaded,
+    Loader, ModelRef, Prefill, Progress, Round, Section, TextSource,
 };
 use crate::text::gguf_vocab::GgufVocab;
 
@@ -271,21 +270,9 @@ impl Generator for LocalGenerator {
         options: &GenerateOptions,
         cancel: &AtomicBool,
     ) -> Result<Prefill, GenerateError> {
-        let s = &options.sampling;
-        let asked = SamplingOptions {
-            temperature: s.temperature,
-            top_k: s.top_k,
-            top_p: s.top_p,
-            min_p: s.min_p,
-            presence_penalty: s.presence_penalty,
-            frequency_penalty: s.frequency_penalty,
-            repetition_penalty: s.repetition_penalty,
-            logit_bias: Vec::new(),
-            seed: s.seed,
-            rule: s.acceptance.map(rule),
-        };
         let vocab = self.engine.target().vocab;
-        let sampler = asked
+        let sampler = options
+            .sampling
             .resolve(&self.defaults, vocab)
             .map_err(|error| GenerateError::Option(error.to_string()))?;
         let request = Request {
@@ -324,15 +311,6 @@ impl Generator for LocalGenerator {
 
     fn stop(&mut self) {
         self.end = Some(Finish::Cancelled);
-    }
-}
-
-fn rule(acceptance: Acceptance) -> Rule {
-    match acceptance {
-        Acceptance::Greedy => Rule::Greedy,
-        Acceptance::Token => Rule::Token,
-        Acceptance::Block => Rule::Block,
-        Acceptance::Invariant => Rule::Invariant,
     }
 }
 

@@ -365,7 +365,7 @@ fn run_passes_options_on() {
         "temperature: Some(0.5)",
         "top_k: Some(3)",
         "seed: Some(9)",
-        "acceptance: Some(Invariant)",
+        "rule: Some(Invariant)",
         "max_tokens: Some(4)",
         "top_p: None",
     ] {
