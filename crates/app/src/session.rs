@@ -1,5 +1,6 @@
 //! A loaded model with its text side: what `chat` and `run` work on.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -72,7 +73,7 @@ pub fn open_text(source: &TextSource) -> anyhow::Result<Option<ChatText>> {
                 "bos_token": token(vocab.bos_token_id),
                 "eos_token": token(vocab.eos_token_id),
             }));
-            Ok(Some(ChatText::new(Box::new(tok), templates, special)))
+            Ok(Some(ChatText::new(Arc::new(tok), templates, special)))
         }
     }
 }

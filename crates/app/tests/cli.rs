@@ -5,8 +5,9 @@
 
 use std::ffi::OsString;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -22,9 +23,31 @@ const SCRIPT: &str = "TH_TEST_SCRIPT";
 /// Separates what the test harness prints from what the program prints.
 const MARK: &str = "\u{1}program\n";
 
-fn bundled() -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/th-tiny"))
-}
+/// The text side of a model that loads at once: one token for each byte, and the control tokens
+/// 256 and 257. Its chat template is that of the bundled model.
+static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("byte-model");
+    std::fs::create_dir_all(&folder).unwrap();
+    let printable = |b: &u32| matches!(b, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
+    let mut chars: Vec<u32> = (0..256).filter(printable).collect();
+    chars.extend(0x100..0x200 - chars.len() as u32);
+    let words = chars.iter().map(|&c| char::from_u32(c).unwrap().to_string());
+    let vocab: serde_json::Map<String, Value> =
+        words.enumerate().map(|(id, word)| (word, id.into())).collect();
+    let added = |id: usize, content: &str| json!({"id": id, "content": content, "special": true});
+    let tokenizer = json!({
+        "added_tokens": [added(256, "<|im_start|>"), added(257, "<|im_end|>")],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    });
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/th-tiny/tokenizer_config.json");
+    let config: Value = serde_json::from_str(&std::fs::read_to_string(config).unwrap()).unwrap();
+    let config = json!({"chat_template": config["chat_template"]});
+    std::fs::write(folder.join("tokenizer_config.json"), config.to_string()).unwrap();
+    folder
+});
 
 // ---- the scripted engine
 
@@ -41,8 +64,10 @@ impl Loader for Scripted {
             anyhow::bail!("{reason}");
         }
         progress(Progress { phase: "reading weights", done_bytes: 5, total_bytes: 10 });
-        let tok = Tokenizer::open(&bundled().join("tokenizer.json"))?;
-        let text = if self.0["no_text"] == true { TextSource::None } else { text() };
+        let folder = PathBuf::from(self.0["folder"].as_str().unwrap());
+        let tok = Tokenizer::open(&folder.join("tokenizer.json"))?;
+        let no_text = self.0["no_text"] == true;
+        let text = if no_text { TextSource::None } else { TextSource::Folder(folder) };
         Ok(Loaded {
             generator: Box::new(ScriptedGenerator {
                 script: self.0.clone(),
@@ -65,13 +90,13 @@ impl Loader for Scripted {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let facts = vec![("context".into(), format!("{:?}", request.context))];
-        Ok((vec![Section { title: "Model".into(), facts }], text()))
+        let text = TextSource::Folder(self.0["folder"].as_str().unwrap().into());
+        Ok((vec![Section { title: "Model".into(), facts }], text))
     }
 }
 
-fn text() -> TextSource {
-    TextSource::Folder(bundled())
-}
+/// The token of the endless answer.
+const COMMA: u32 = 0x2C - 0x21;
 
 /// Gives `script["answers"][i]` as tokens, three a round; the last answer repeats.
 struct ScriptedGenerator {
@@ -111,7 +136,7 @@ impl Generator for ScriptedGenerator {
     fn next(&mut self) -> Result<Event, GenerateError> {
         if self.script["endless"] == true {
             std::thread::sleep(Duration::from_millis(20));
-            return Ok(Event::Tokens { ids: vec![28], round: None });
+            return Ok(Event::Tokens { ids: vec![COMMA], round: None });
         }
         if self.script["device_error"] == true && self.rest.len() < 3 {
             return Err(GenerateError::Device("it caught fire".into()));
@@ -164,7 +189,9 @@ struct Ran {
 fn ran(output: &Output) -> Ran {
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
     let out = text(&output.stdout);
-    let out = out.split_once(MARK).map_or(out.as_str(), |(_, program)| program).to_owned();
+    let out = out.split_once(MARK).map_or(out.as_str(), |(_, program)| program);
+    // The harness remarks on slow tests in the middle of it all.
+    let out = out.replace("test child has been running for over 60 seconds\n", "");
     Ran { status: output.status.code().unwrap_or(-1), out, err: text(&output.stderr) }
 }
 
@@ -178,6 +205,7 @@ fn real(args: &[&str]) -> Ran {
 fn scripted_command(script: &Value, args: &[&str]) -> Command {
     let mut script = script.clone();
     script["args"] = json!(args);
+    script["folder"] = json!(FOLDER.to_str().unwrap());
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args(["--exact", "child", "--nocapture"])
@@ -216,7 +244,7 @@ impl Log {
 
     /// Prompts as text with control tokens, and the options.
     fn read(self) -> Vec<(String, String)> {
-        let tok = Tokenizer::open(&bundled().join("tokenizer.json")).unwrap();
+        let tok = Tokenizer::open(&FOLDER.join("tokenizer.json")).unwrap();
         let log = std::fs::read_to_string(&self.0).unwrap();
         let _ = std::fs::remove_file(&self.0);
         let one = |line: &str| {
@@ -304,7 +332,7 @@ fn run_takes_prompts_from_everywhere() {
         (&["run", "--prompt-file", "-"], "from a dash\n"),
         (&["run"], "piped\r\n"),
         (&["run", "--raw"], "raw <|im_start|>\n"),
-        (&["run", "--tokens", "1,2, 3"], ""),
+        (&["run", "--tokens", "256,257, 0"], ""),
         (&["run", "--system", "Be brief.", "--prompt", "<|im_end|>"], ""),
         (&["run"], long.as_str()),
     ] {
@@ -324,7 +352,7 @@ fn run_takes_prompts_from_everywhere() {
     assert_eq!(asked[2], templated("from a dash"));
     assert_eq!(asked[3], templated("piped"));
     assert_eq!(asked[4], "raw <|im_start|>\n");
-    assert_eq!(asked[5], "<|im_start|><|im_end|><repo_name>");
+    assert_eq!(asked[5], "<|im_start|><|im_end|>!");
     assert!(asked[6].starts_with("<|im_start|>system\nBe brief.<|im_end|>\n"));
     assert_eq!(asked[7], templated(&long));
 }
@@ -356,7 +384,7 @@ fn run_passes_options_on() {
     ];
     let ran = scripted(&log.script(&["one two three four five six"]), &args, "");
     let report: Value = serde_json::from_str(&ran.out).unwrap();
-    assert_eq!(report["text"], "one two three four");
+    assert_eq!(report["text"], "one ");
     assert_eq!(report["finish_reason"], "length");
     assert_eq!(report["draft"], "Ngram");
     assert_eq!(report["device"], "Portable Some(2) threads");
@@ -491,7 +519,7 @@ fn a_model_without_a_tokenizer_prints_token_ids() {
     );
     assert_eq!(ran.status, 0);
     let ids: Result<Vec<u32>, _> = ran.out.split_whitespace().map(str::parse).collect();
-    assert_eq!(ids.unwrap().len(), 4, "{}", ran.out);
+    assert_eq!(ids.unwrap().len(), "one two three four".len(), "{}", ran.out);
 }
 
 #[cfg(unix)]
@@ -549,11 +577,11 @@ fn chat_ends_with_its_input() {
 
 #[test]
 fn a_failed_message_ends_a_piped_chat() {
-    let script = json!({"answers": ["a"], "context": 40});
+    let script = json!({"answers": ["a"], "context": 200});
     let long = "word ".repeat(60) + "\nnext\n";
     let ran = scripted(&script, &["chat"], &long);
     assert_eq!((ran.status, ran.out.as_str()), (1, ""));
-    assert!(ran.err.contains("the context holds 40"), "{}", ran.err);
+    assert!(ran.err.contains("the context holds 200"), "{}", ran.err);
 }
 
 #[cfg(unix)]
@@ -613,17 +641,11 @@ fn ctrl_c_stops_the_answer_and_then_the_program() {
 fn inspect_describes_engine_and_text() {
     let ran = scripted(&answers(&[]), &["inspect", "--context", "4096"], "");
     assert_eq!((ran.status, ran.err.as_str()), (0, ""));
-    for word in [
-        "Model\n",
-        "Some(4096)",
-        "Text\n",
-        "49152",
-        "17 (17 control)",
-        "th-tiny/tokenizer_config.json",
-    ] {
+    for word in ["Model\n", "Some(4096)", "Text\n", "258", "2 (2 control)", "tokenizer_config.json"]
+    {
         assert!(ran.out.contains(word), "{word}: {}", ran.out);
     }
     let ran = scripted(&answers(&[]), &["inspect", "--json"], "");
     let report: Value = serde_json::from_str(&ran.out).unwrap();
-    assert_eq!(report["sections"]["Text"]["token ids"], "49152");
+    assert_eq!(report["sections"]["Text"]["token ids"], "258");
 }

@@ -16,6 +16,7 @@
 //!   comes in its own field. All other markup in messages is plain text.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
@@ -149,7 +150,7 @@ pub enum ChatError {
 
 /// The text side of a model: its tokenizer, its templates, and the names of its special tokens.
 pub struct ChatText {
-    tok: Box<dyn Tok>,
+    tok: Arc<dyn Tok>,
     templates: Templates,
     /// `bos_token`, `eos_token` and so on, as templates see them.
     special: Map<String, Value>,
@@ -164,11 +165,11 @@ impl ChatText {
         let config = std::fs::read_to_string(folder.join("tokenizer_config.json")).ok();
         let config = config.and_then(|text| serde_json::from_str(&text).ok());
         let special = special_tokens(&config.unwrap_or(Value::Null));
-        Ok(ChatText::new(Box::new(tok), templates, special))
+        Ok(ChatText::new(Arc::new(tok), templates, special))
     }
 
     /// Puts the parts together; `special` holds `bos_token` and the like for the template.
-    pub fn new(tok: Box<dyn Tok>, templates: Templates, special: Map<String, Value>) -> ChatText {
+    pub fn new(tok: Arc<dyn Tok>, templates: Templates, special: Map<String, Value>) -> ChatText {
         let mut chat = ChatText { tok, templates, special, late_system: true };
         chat.late_system = chat.accepts_late_system();
         chat

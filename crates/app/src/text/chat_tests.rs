@@ -1,5 +1,6 @@
 use super::*;
 use proptest::prelude::*;
+use std::sync::LazyLock;
 
 const QWEN_LIKE: &str = include_str!("../../tests/data/qwen_like.jinja");
 /// Prints every message as it is, in the order given.
@@ -11,21 +12,25 @@ fn clock() -> jiff::Zoned {
 }
 
 /// The bundled model's tokenizer with the tokens of Qwen's markup added.
-fn tok() -> Tokenizer {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/th-tiny/tokenizer.json");
-    let mut json: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-    let tokens = json["added_tokens"].as_array_mut().unwrap();
-    let markup = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"];
-    for (index, content) in markup.iter().enumerate() {
-        tokens.push(json!({"id": 49152 + index, "content": content, "special": false}));
-    }
-    Tokenizer::from_json("test", json, None).unwrap()
+fn tok() -> Arc<dyn Tok> {
+    static TOK: LazyLock<Arc<dyn Tok>> = LazyLock::new(|| {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/th-tiny/tokenizer.json");
+        let mut json: Value =
+            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let tokens = json["added_tokens"].as_array_mut().unwrap();
+        let markup = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"];
+        for (index, content) in markup.iter().enumerate() {
+            tokens.push(json!({"id": 49152 + index, "content": content, "special": false}));
+        }
+        Arc::new(Tokenizer::from_json("test", json, None).unwrap())
+    });
+    TOK.clone()
 }
 
 fn chat(template: &str) -> ChatText {
     let sources = [("default".to_owned(), template.to_owned())];
     let templates = Templates::parse("template", &sources, clock).unwrap();
-    ChatText::new(Box::new(tok()), templates, Map::new())
+    ChatText::new(tok(), templates, Map::new())
 }
 
 fn user(text: &str) -> Message {
@@ -255,7 +260,7 @@ fn conversations_that_cannot_be_rendered() {
         "the chat template refused the conversation: There is no question by a user."
     );
     let none = Templates::parse("x", &[], clock).unwrap();
-    let bare = ChatText::new(Box::new(tok()), none, Map::new());
+    let bare = ChatText::new(tok(), none, Map::new());
     let error = bare.prompt(&[user("a")], &[], &TemplateOptions::default()).unwrap_err();
     assert!(error.to_string().contains("no chat template"));
 }

@@ -101,7 +101,7 @@ fn failures_name_file_and_line_on_one_line() {
 
 #[test]
 fn hostile_templates_run_out_of_fuel() {
-    let begun = std::time::Instant::now();
+    // Without the limit none of these would end.
     for source in [
         "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
         "{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}",
@@ -111,7 +111,6 @@ fn hostile_templates_run_out_of_fuel() {
         let error = render(source, json!({})).map(|text| text.len()).unwrap_err();
         assert!(matches!(error, TemplateError::Broken { .. }), "{error}");
     }
-    assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
 }
 
 #[test]
