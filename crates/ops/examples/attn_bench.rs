@@ -132,8 +132,8 @@ fn bench(m: &Model, isa: Isa, threads: usize, rows: usize, lanes: usize, pos: us
     let gate =
         HeadGate { x: out, q_gate: Some(q_gate), out: act, rows: all, heads: m.heads, dim: m.dim };
 
-    let (prepare_us, _) = median(&mut host, &pools, |kv| prepare(kv));
-    let (attention_us, best) = median(&mut host, &pools, |kv| attention(kv));
+    let (prepare_us, _) = median(&mut host, &pools, prepare);
+    let (attention_us, best) = median(&mut host, &pools, attention);
     let (gate_us, _) = median(&mut host, &pools, |_| gate);
     let bytes = lanes.count * (pos + rows) * 4 * kv_width;
     let keys_seen: usize = (0..rows).map(|r| pos + r + 1).sum::<usize>() * lanes.count;
