@@ -2,7 +2,7 @@
 //!
 //! A tile holds the queries of a few rows that read the same key/value head. Each of the three
 //! steps walks the tile before the next begins, so that a block of keys, then of values, is in the
-//! first-level cache for all of them. Within a step, up to [`ROWS`] queries share each load.
+//! first-level cache for all of them. Within a step, up to [`MAX_ROWS`] queries share each load.
 //!
 //! The order of additions of one query is fixed: over `head_dim` for a score, over the keys for
 //! an output, both one product at a time, since lanes hold different keys or different elements.
@@ -18,7 +18,7 @@ use crate::simd::{CACHE_LINE, LANES, Simd, math, prefetch};
 /// Most queries of a tile.
 pub(super) const MAX_QUERIES: usize = super::MAX_GROUP;
 /// Most queries that share the loads of an inner loop.
-const ROWS: usize = 8;
+const MAX_ROWS: usize = 8;
 /// Up to so many queries, a set of 32 registers works on 4 vectors at once, then on 2: 16 sums either
 /// way, enough to hide the latency of the adds, and room for what they are made of.
 const WIDE_ROWS: usize = 4;
@@ -73,9 +73,9 @@ impl<'a> Ahead<'a> {
     /// Plans for a tile of so many queries.
     fn new<S: Simd>(next: Block<'a>, queries: usize) -> Ahead<'a> {
         let walks = if S::REGISTERS < 32 {
-            KEY_VECTORS * queries.div_ceil(ROWS)
+            KEY_VECTORS * queries.div_ceil(rows::<S>())
         } else {
-            2 * (queries / ROWS) + if queries % ROWS > WIDE_ROWS { 2 } else { 1 }
+            2 * (queries / MAX_ROWS) + if queries % MAX_ROWS > WIDE_ROWS { 2 } else { 1 }
         };
         // A walk takes head_dim / 2 steps; a block has 2 · head_dim lines of keys.
         Ahead { next, at: 0, lines: 4usize.div_ceil(walks) }
@@ -93,6 +93,11 @@ impl<'a> Ahead<'a> {
     }
 }
 
+/// Queries that share the loads of an inner loop: as many as leave registers for what they load.
+const fn rows<S: Simd>() -> usize {
+    if S::REGISTERS >= 32 { MAX_ROWS } else { 6 }
+}
+
 /// Calls `$f::<S, n, …>` for a number of queries known only at run time.
 macro_rules! for_rows {
     ($n:expr, $f:ident::<$s:ident $(, $c:tt)*>($($arg:expr),*)) => {
@@ -104,7 +109,7 @@ macro_rules! for_rows {
             5 => $f::<$s, 5 $(, $c)*>($($arg),*),
             6 => $f::<$s, 6 $(, $c)*>($($arg),*),
             7 => $f::<$s, 7 $(, $c)*>($($arg),*),
-            _ => $f::<$s, ROWS $(, $c)*>($($arg),*),
+            _ => $f::<$s, MAX_ROWS $(, $c)*>($($arg),*),
         }
     };
 }
@@ -131,37 +136,44 @@ pub(super) fn take_block<S: Simd>(
     partials: &mut [f32],
     stride: usize,
 ) {
+    let range = Seen {
+        start: seen.iter().map(|s| s.start).min().unwrap_or(0),
+        end: seen.iter().map(|s| s.end).max().unwrap_or(0),
+    };
     let mut ahead = Ahead::new::<S>(next, queries.len());
-    for (queries, weights) in queries.chunks(ROWS).zip(weights.chunks_mut(ROWS)) {
-        for_rows!(queries.len(), scores::<S>(s, queries, block.keys, &mut ahead, weights));
+    let rows = rows::<S>();
+    for (queries, weights) in queries.chunks(rows).zip(weights.chunks_mut(rows)) {
+        for_rows!(queries.len(), scores::<S>(s, queries, block.keys, range, &mut ahead, weights));
     }
     for (i, partial) in partials.chunks_exact_mut(stride).enumerate() {
         soften(s, seen[i], scale, &mut weights[i], partial);
     }
-    let tiles = partials.chunks_mut(ROWS * stride).zip(weights.chunks(ROWS)).zip(seen.chunks(ROWS));
+    let tiles = partials.chunks_mut(rows * stride).zip(weights.chunks(rows)).zip(seen.chunks(rows));
     for ((partials, weights), seen) in tiles {
         add_values(s, seen, block.values, weights, partials, stride);
     }
 }
 
-/// Scores of R queries for a block of keys.
+/// Scores of R queries for a block of keys, at least those in `range`.
 #[inline(always)]
 fn scores<S: Simd, const R: usize>(
     s: S,
     queries: &[&[f32]],
     keys: &[u16],
+    range: Seen,
     ahead: &mut Ahead,
     out: &mut [[f32; PAGE_TOKENS]],
 ) {
-    if S::REGISTERS >= 32 && R <= WIDE_ROWS {
-        score::<S, R, 4>(s, queries, keys, ahead, 0, out);
-    } else if S::REGISTERS >= 32 {
-        for v in (0..KEY_VECTORS).step_by(2) {
-            score::<S, R, 2>(s, queries, keys, ahead, v, out);
-        }
-    } else {
-        for v in 0..KEY_VECTORS {
+    let (first, last) = (range.start / LANES, range.end.div_ceil(LANES));
+    if S::REGISTERS < 32 {
+        for v in first..last {
             score::<S, R, 1>(s, queries, keys, ahead, v, out);
+        }
+    } else if R <= WIDE_ROWS && last - first > KEY_VECTORS / 2 {
+        score::<S, R, 4>(s, queries, keys, ahead, 0, out);
+    } else {
+        for v in (first / 2 * 2..last).step_by(2) {
+            score::<S, R, 2>(s, queries, keys, ahead, v, out);
         }
     }
 }
@@ -253,8 +265,8 @@ fn soften<S: Simd>(
 const INDEX: [f32; LANES] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
 
-/// Adds the values that each query sees, weighted: those that all see together, what lies before
-/// and after one query at a time. An unseen value is never touched, not even with weight 0: it may
+/// Adds the values that each query sees, weighted: those that all see together; what lies before and
+/// after, a row at a time. An unseen value is never touched, not even with weight 0: it may
 /// be NaN.
 #[inline(always)]
 fn add_values<S: Simd>(
@@ -266,19 +278,28 @@ fn add_values<S: Simd>(
     stride: usize,
 ) {
     let start = seen.iter().map(|s| s.start).max().unwrap_or(0);
-    let end = seen.iter().map(|s| s.end).min().unwrap_or(0).max(start);
-    let all = Seen { start, end };
-    for (i, own) in seen.iter().enumerate() {
-        let before = Seen { start: own.start, end: own.end.min(start) };
-        let (weights, partial) = (&weights[i..i + 1], &mut partials[i * stride..][..stride]);
-        add_range::<S, 1>(s, before, values, weights, partial, stride);
+    let end = seen.iter().map(|s| s.end).min().unwrap_or(0);
+    let all = Seen { start, end: end.max(start) };
+    for part in [Part::Before, Part::Shared, Part::After] {
+        let mut at = 0;
+        for run in seen.chunk_by(|a, b| matches!(part, Part::Shared) || a == b) {
+            let keys = match part {
+                Part::Before => Seen { start: run[0].start, end: run[0].end.min(all.start) },
+                Part::Shared => all,
+                Part::After => Seen { start: run[0].start.max(all.end), end: run[0].end },
+            };
+            let (weights, partials) = (&weights[at..], &mut partials[at * stride..]);
+            for_rows!(run.len(), add_range::<S>(s, keys, values, weights, partials, stride));
+            at += run.len();
+        }
     }
-    for_rows!(seen.len(), add_range::<S>(s, all, values, weights, partials, stride));
-    for (i, own) in seen.iter().enumerate() {
-        let after = Seen { start: own.start.max(end), end: own.end };
-        let (weights, partial) = (&weights[i..i + 1], &mut partials[i * stride..][..stride]);
-        add_range::<S, 1>(s, after, values, weights, partial, stride);
-    }
+}
+
+/// The keys of a block, as a few queries see them.
+enum Part {
+    Before,
+    Shared,
+    After,
 }
 
 /// How a group of columns is widened.

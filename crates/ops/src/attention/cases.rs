@@ -256,13 +256,18 @@ fn prefill_equals_decode() {
             Attention { q, out: b.out_f32("row", width / 4), lanes, ..prefill }
         })
         .collect();
+    // The same query one position too early: must show.
+    let step = LaneStep { rows: 1, pos: SPLIT + 128, ..Default::default() };
+    let lanes = Lanes { step: b.pod(&[step]), ..decode[149].lanes };
+    let early = Attention { out: b.out_f32("early", width / 4), lanes, ..decode[149] };
     host.run(&prefill);
-    decode.iter().for_each(|op| host.run(op));
+    decode.iter().chain([&early]).for_each(|op| host.run(op));
     host.sync().unwrap();
     let all = host.mem().get::<u32>(prefill.out);
     for (row, op) in all.chunks_exact(width / 4).zip(&decode) {
         assert!(row == host.mem().get::<u32>(op.out));
     }
+    assert!(all[149 * width / 4..] != *host.mem().get::<u32>(early.out));
 }
 
 /// NaN in one lane's keys and values spoils that lane's rows that see it, and nothing else.

@@ -5,6 +5,9 @@
 //! run side by side, [`SPLITS_AT_ONCE`] at most, leave partial results in scratch, and a second
 //! step merges them in order. Both make the same calls for a row, so its bits don't tell which ran.
 
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
 use super::block::{
     Block, HEADER, MAX_QUERIES, Seen, Total, Weights, clear, finish, merge, take_block,
 };
@@ -16,6 +19,8 @@ use crate::{Buf, Cpu, LaneStep, Mem, PAGE_TOKENS};
 pub(super) const SPLITS_AT_ONCE: usize = 32;
 /// Scratch for a query's running total.
 pub(super) const TOTAL_BYTES: usize = 64;
+/// Most elements of a head.
+const MAX_DIM: usize = 256;
 const SPLIT_TOKENS: usize = SPLIT_PAGES * PAGE_TOKENS;
 /// Runs of splits per thread: enough for the last ones to end at about the same time.
 const RUNS_PER_THREAD: usize = 8;
@@ -28,28 +33,36 @@ pub(super) fn partial_bytes(head_dim: usize) -> usize {
 }
 
 pub(super) fn run(op: &Attention, mem: &Mem, cpu: &Cpu) {
-    let tiles = Tiles { op, mem, steps: op.lanes.steps(mem) };
-    let items = tiles.count() * op.kv.kv_heads;
     let threads = cpu.pool.threads();
-    if threads > 1 && items < ITEMS_PER_THREAD * threads {
+    let height = MAX_QUERIES / (op.heads / op.kv.kv_heads);
+    let mut tiles = Tiles { op, mem, steps: op.lanes.steps(mem), height };
+    if threads > 1 && tiles.items() < ITEMS_PER_THREAD * threads {
         let splits = (0..tiles.count()).filter_map(|i| tiles.get(i, 0)).map(|t| t.splits().len());
-        let width = tiles.partials().min(splits.clone().max().unwrap_or(0));
+        let splits = splits.max().unwrap_or(0);
+        let width = tiles.partials().min(splits);
         if width > 1 {
-            return side_by_side(&tiles, splits.max().unwrap_or(0), width, cpu);
+            return side_by_side(&tiles, splits, width, cpu);
         }
+        // A single split to share: make the tiles lower.
+        let cuts = (2 * threads).div_ceil(tiles.items().max(1));
+        tiles.height = height.min(op.lanes.max_rows).div_ceil(cuts).max(1);
     }
     // The last rows see the most keys, so they go first.
+    let items = tiles.items();
     cpu.pool.run(items, &|chunk| {
         if let Some(tile) = tiles.item(items - 1 - chunk) {
-            let length = tile.queries() * tile.stride();
-            with_zeros(length, |partials| cpu.isa.dispatch(Alone { tile, partials }));
+            tile.prefetch_first(tile.splits().start);
+            let (splits, alone) = (tile.splits(), true);
+            with_zeros(tile.queries() * tile.stride(), |partials| {
+                cpu.isa.dispatch(Work { tile, splits, alone, partials });
+            });
         }
     });
 }
 
 /// Waves of `width` splits of every tile, each followed by a merge into the rows' totals.
 fn side_by_side(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu) {
-    let items = tiles.count() * tiles.op.kv.kv_heads;
+    let items = tiles.items();
     // Neighbouring splits go to the same thread, which reads ahead from one into the next.
     let run = (items * width / (RUNS_PER_THREAD * cpu.pool.threads())).clamp(1, width);
     let runs = width.div_ceil(run);
@@ -57,11 +70,13 @@ fn side_by_side(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu) {
         cpu.pool.run(items * runs, &|chunk| {
             let Some(tile) = tiles.item(chunk / runs) else { return };
             let first = chunk % runs * run;
+            let base = tile.splits().start + wave;
+            tile.prefetch_first(base + first);
             for nth in first..(first + run).min(width) {
-                let split = tile.splits().start + wave + nth;
-                if split < tile.splits().end {
+                let (splits, alone) = (base + nth..base + nth + 1, false);
+                if splits.end <= tile.splits().end {
                     let partials = tile.mem.get_mut(tiles.partial(&tile, nth));
-                    cpu.isa.dispatch(Split { tile, split, partials });
+                    cpu.isa.dispatch(Work { tile, splits, alone, partials });
                 }
             }
         });
@@ -73,14 +88,15 @@ fn side_by_side(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu) {
     }
 }
 
-/// Calls `f` with a zeroed slice on the stack, small where that will do.
+/// Calls `f` with a zeroed slice on the stack. Only what is used gets zeroed.
 fn with_zeros(length: usize, f: impl FnOnce(&mut [f32])) {
-    const SMALL: usize = 1 << 11;
-    if length <= SMALL {
-        f(&mut [0.0; SMALL][..length]);
-    } else {
-        f(&mut [0.0; MAX_QUERIES * (HEADER + 256)][..length]);
+    let mut array = [const { MaybeUninit::<f32>::uninit() }; MAX_QUERIES * (HEADER + MAX_DIM)];
+    let slice = &mut array[..length];
+    for x in &mut *slice {
+        x.write(0.0);
     }
+    // SAFETY: every element of the slice was just written; the layouts are the same.
+    f(unsafe { std::slice::from_raw_parts_mut(slice.as_mut_ptr().cast(), length) });
 }
 
 /// The tiles of a pass.
@@ -88,6 +104,8 @@ struct Tiles<'a> {
     op: &'a Attention,
     mem: &'a Mem,
     steps: &'a [LaneStep],
+    /// Most rows of a tile.
+    height: usize,
 }
 
 impl<'a> Tiles<'a> {
@@ -95,18 +113,19 @@ impl<'a> Tiles<'a> {
         self.op.heads / self.op.kv.kv_heads
     }
 
-    fn tile_rows(&self) -> usize {
-        MAX_QUERIES / self.group()
+    fn count(&self) -> usize {
+        self.steps.iter().map(|step| (step.rows as usize).div_ceil(self.height)).sum()
     }
 
-    fn count(&self) -> usize {
-        self.steps.iter().map(|step| (step.rows as usize).div_ceil(self.tile_rows())).sum()
+    /// A tile for each key/value head.
+    fn items(&self) -> usize {
+        self.count() * self.op.kv.kv_heads
     }
 
     /// Tile `index` of the pass for one key/value head.
     fn get(&self, mut index: usize, kv_head: usize) -> Option<Tile<'a>> {
         for step in self.steps {
-            let (rows, height) = (step.rows as usize, self.tile_rows());
+            let (rows, height) = (step.rows as usize, self.height);
             if index < rows.div_ceil(height) {
                 let first = index * height;
                 let rows = height.min(rows - first);
@@ -176,13 +195,13 @@ impl<'a> Tile<'a> {
     }
 
     /// Splits that row `r` sees any key of.
-    fn row_splits(&self, r: usize) -> std::ops::Range<usize> {
+    fn row_splits(&self, r: usize) -> Range<usize> {
         let (start, end) = self.visible(r);
         start / SPLIT_TOKENS..end.div_ceil(SPLIT_TOKENS)
     }
 
     /// Splits that any row sees a key of: later rows neither start nor end earlier.
-    fn splits(&self) -> std::ops::Range<usize> {
+    fn splits(&self) -> Range<usize> {
         self.row_splits(0).start..self.row_splits(self.rows - 1).end
     }
 
@@ -208,7 +227,7 @@ impl<'a> Tile<'a> {
     }
 
     /// The keys that each query sees of the page at `base`, and which queries see any: a range.
-    fn look(&self, base: usize, seen: &mut [Seen; MAX_QUERIES]) -> std::ops::Range<usize> {
+    fn look(&self, base: usize, seen: &mut [Seen; MAX_QUERIES]) -> Range<usize> {
         let group = self.group();
         let (mut first, mut last) = (self.queries(), 0);
         for r in 0..self.rows {
@@ -232,13 +251,16 @@ impl<'a> Tile<'a> {
         }
     }
 
-    fn prefetch_first(&self) {
-        let table = self.op.kv.pages(self.mem, self.step.slot);
-        self.block(table[self.pages().start]).prefetch_keys();
+    /// Asks for the first keys that the tile needs of a split, which nobody asks for ahead of time.
+    fn prefetch_first(&self, split: usize) {
+        let page = self.pages().start.max(split * SPLIT_PAGES);
+        if page < self.pages().end {
+            self.block(self.op.kv.pages(self.mem, self.step.slot)[page]).prefetch_keys();
+        }
     }
 
     /// The pages of the lane that the tile's rows see.
-    fn pages(&self) -> std::ops::Range<usize> {
+    fn pages(&self) -> Range<usize> {
         self.visible(0).0 / PAGE_TOKENS..self.visible(self.rows - 1).1.div_ceil(PAGE_TOKENS)
     }
 
@@ -300,42 +322,29 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// A tile through all its splits.
-struct Alone<'a, 'p> {
+/// A tile through a range of splits. Alone, it merges them as it goes; otherwise the range is one
+/// split, whose partial results stay for [`Merge`].
+struct Work<'a, 'p> {
     tile: Tile<'a>,
+    splits: Range<usize>,
+    alone: bool,
     partials: &'p mut [f32],
 }
 
-impl Kernel for Alone<'_, '_> {
+impl Kernel for Work<'_, '_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let queries = self.tile.gather();
-        self.tile.prefetch_first();
         let mut weights = [[0.0; PAGE_TOKENS]; MAX_QUERIES];
         let mut totals = [Total::default(); MAX_QUERIES];
-        for split in self.tile.splits() {
+        for split in self.splits {
             self.tile.take_split(s, &queries, split, &mut weights, self.partials);
-            self.tile.merge_split(s, split, self.partials, &mut totals);
+            if self.alone {
+                self.tile.merge_split(s, split, self.partials, &mut totals);
+            }
         }
-    }
-}
-
-/// A tile through one split.
-struct Split<'a, 'p> {
-    tile: Tile<'a>,
-    split: usize,
-    partials: &'p mut [f32],
-}
-
-impl Kernel for Split<'_, '_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let mut weights = [[0.0; PAGE_TOKENS]; MAX_QUERIES];
-        self.tile.take_split(s, &self.tile.gather(), self.split, &mut weights, self.partials);
     }
 }
 

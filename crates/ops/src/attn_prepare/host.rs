@@ -2,7 +2,7 @@
 //! to one thread, so no two threads write the same block of keys.
 
 use super::{AttnPrepare, MAX_DIM, Turn};
-use crate::simd::{Kernel, LANES, Simd};
+use crate::simd::{Kernel, LANES, Simd, math};
 use crate::{Cpu, LaneStep, Mem, PAGE_TOKENS};
 
 pub(super) fn run(op: &AttnPrepare, mem: &Mem, cpu: &Cpu) {
@@ -55,23 +55,23 @@ impl Kernel for Page<'_> {
         let mut head = [0.0; MAX_DIM];
         for pos in first.max(page * PAGE_TOKENS)..end.min((page + 1) * PAGE_TOKENS) {
             let row = step.row0 as usize + (pos - first);
-            turn.set(pos, inv_freq);
+            turn.set(pos, inv_freq, math::sin_cos);
             if let Some(q) = &op.queries {
                 let norm = q.norm.map(|norm| mem.get(norm));
-                for h in 0..q.heads {
-                    let out = q.out_row(mem, row, h, dim);
-                    norm_and_turn(s, op, q.row(mem, row, h, dim), norm, &turn, out);
+                let out = q.out_row(mem, row, dim).chunks_exact_mut(dim);
+                for (x, out) in q.row(mem, row).chunks_exact(q.stride).zip(out) {
+                    norm_and_turn(s, op, &x[..dim], norm, &turn, out);
                 }
             }
             let norm = op.k_norm.map(|norm| mem.get(norm));
-            for h in 0..op.kv.kv_heads {
-                let k = op.kv_row(mem, op.k, row, h);
+            let k = op.kv_row(mem, op.k, row).chunks_exact(dim);
+            let v = op.kv_row(mem, op.v, row).chunks_exact(dim);
+            for (h, (k, v)) in k.zip(v).enumerate() {
                 norm_and_turn(s, op, k, norm, &turn, &mut head[..dim]);
                 let keys = mem.get_mut::<u32>(op.kv.key_block(pool_page, h));
                 store_key(s, &head[..dim], keys, pos % PAGE_TOKENS);
                 let values = op.kv.value_block(pool_page, h);
                 let value = mem.get_mut(values.rows(pos % PAGE_TOKENS, 1, 2 * dim));
-                let v = op.kv_row(mem, op.v, row, h);
                 for i in (0..dim).step_by(LANES) {
                     s.store_bf16(s.load(&v[i..]), &mut value[i..]);
                 }

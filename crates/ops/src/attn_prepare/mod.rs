@@ -6,7 +6,7 @@
 //! by `position · inv_freq[i]`, computed in f32 as in transformers; the rest passes through:
 //! `(a, b) → (a cos − b sin, b cos + a sin)`.
 //!
-//! Numerics: cosine and sine of the f32 angle are taken in f64 and rounded to f32. The reference
+//! Numerics: sine and cosine of the f32 angle are taken in f64 and rounded to f32. The reference
 //! sums squares in f64; SIMD sums 16 lanes in f32, then a fixed tree.
 //! Precondition: a lane's pages up to its last row are in its row of the page table, and no page
 //! that is written belongs to two lanes.
@@ -86,10 +86,11 @@ impl Turn {
         Turn { cos: [1.0; MAX_DIM / 2], sin: [0.0; MAX_DIM / 2] }
     }
 
-    fn set(&mut self, pos: usize, inv_freq: &[f32]) {
-        for (i, inv_freq) in inv_freq.iter().enumerate() {
-            let (sin, cos) = f64::from(pos as f32 * inv_freq).sin_cos();
-            (self.cos[i], self.sin[i]) = (cos as f32, sin as f32);
+    /// `sin_cos` gives both of an angle.
+    #[inline(always)]
+    fn set(&mut self, pos: usize, inv_freq: &[f32], sin_cos: impl Fn(f32) -> (f32, f32)) {
+        for ((inv_freq, sin), cos) in inv_freq.iter().zip(&mut self.sin).zip(&mut self.cos) {
+            (*sin, *cos) = sin_cos(pos as f32 * inv_freq);
         }
     }
 
@@ -122,10 +123,9 @@ impl AttnPrepare {
         &mem.get::<f32>(self.rope.inv_freq)[..self.rope.dims / 2]
     }
 
-    /// A row's head in `[rows, kv_heads · head_dim]`.
-    fn kv_row<'m>(&self, mem: &'m Mem, buf: Buf, row: usize, kv_head: usize) -> &'m [f32] {
-        let dim = self.kv.head_dim;
-        mem.get(buf.rows(row * self.kv.kv_heads + kv_head, 1, 4 * dim))
+    /// A row of `[rows, kv_heads · head_dim]`.
+    fn kv_row<'m>(&self, mem: &'m Mem, buf: Buf, row: usize) -> &'m [f32] {
+        mem.get(buf.rows(row, 1, 4 * self.kv.kv_heads * self.kv.head_dim))
     }
 
     /// The definition of norm and rotation of one head.
@@ -144,12 +144,14 @@ impl AttnPrepare {
 }
 
 impl Queries {
-    fn row<'m>(&self, mem: &'m Mem, row: usize, head: usize, dim: usize) -> &'m [f32] {
-        mem.get(self.q.rows(row * self.heads + head, 1, 4 * self.stride).slice(0, 4 * dim))
+    /// A row's queries, `heads` times `stride`.
+    fn row<'m>(&self, mem: &'m Mem, row: usize) -> &'m [f32] {
+        mem.get(self.q.rows(row, 1, 4 * self.heads * self.stride))
     }
 
-    fn out_row<'m>(&self, mem: &'m Mem, row: usize, head: usize, dim: usize) -> &'m mut [f32] {
-        mem.get_mut(self.out.rows(row * self.heads + head, 1, 4 * dim))
+    /// Where they go, `heads` times `dim`.
+    fn out_row<'m>(&self, mem: &'m Mem, row: usize, dim: usize) -> &'m mut [f32] {
+        mem.get_mut(self.out.rows(row, 1, 4 * self.heads * dim))
     }
 }
 
@@ -226,19 +228,23 @@ impl Op for AttnPrepare {
         for step in self.lanes.steps(mem) {
             for r in 0..step.rows as usize {
                 let (row, pos) = (step.row0 as usize + r, step.pos as usize + r);
-                turn.set(pos, inv_freq);
+                turn.set(pos, inv_freq, |angle| {
+                    let (sin, cos) = f64::from(angle).sin_cos();
+                    (sin as f32, cos as f32)
+                });
                 if let Some(q) = &self.queries {
-                    for head in 0..q.heads {
-                        let x = self.head_reference(mem, q.row(mem, row, head, dim), q.norm, &turn);
-                        q.out_row(mem, row, head, dim).copy_from_slice(&x);
+                    let out = q.out_row(mem, row, dim).chunks_exact_mut(dim);
+                    for (x, out) in q.row(mem, row).chunks_exact(q.stride).zip(out) {
+                        let x = self.head_reference(mem, &x[..dim], q.norm, &turn);
+                        out.copy_from_slice(&x);
                     }
                 }
                 let page = self.kv.pages(mem, step.slot)[pos / PAGE_TOKENS] as usize;
                 for head in 0..self.kv.kv_heads {
                     let block = self.kv.page_offset(page, head);
-                    let k = self.kv_row(mem, self.k, row, head);
+                    let k = &self.kv_row(mem, self.k, row)[head * dim..][..dim];
                     let k = self.head_reference(mem, k, self.k_norm, &turn);
-                    let v = self.kv_row(mem, self.v, row, head);
+                    let v = &self.kv_row(mem, self.v, row)[head * dim..][..dim];
                     for i in 0..dim {
                         keys[block + KvPool::key_offset(pos, i)] = half::bf16::from_f32(k[i]);
                         values[block + pos % PAGE_TOKENS * dim + i] = half::bf16::from_f32(v[i]);

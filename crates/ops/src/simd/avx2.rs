@@ -27,6 +27,7 @@ macro_rules! lanewise {
     )*};
 }
 
+// No closures around intrinsics: the compiler leaves them, and what they call, as calls.
 // SAFETY of every block below: an `Avx2` exists only inside `run`, so the machine has the
 // features; loads and stores are bounds-checked by the slice they index first.
 impl Simd for Avx2 {
@@ -69,10 +70,12 @@ impl Simd for Avx2 {
         let x = &x[..LANES];
         // SAFETY: see the impl.
         unsafe {
-            [0, 8].map(|i| {
-                let half = _mm_loadu_si128(x[i..].as_ptr().cast());
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(half)))
-            })
+            let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(x.as_ptr().cast()));
+            let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(x[8..].as_ptr().cast()));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+            ]
         }
     }
     #[inline(always)]
@@ -80,10 +83,12 @@ impl Simd for Avx2 {
         let x = &x[..2 * LANES];
         // SAFETY: see the impl.
         unsafe {
-            [0, LANES].map(|i| {
-                let pairs = _mm256_loadu_si256(x[i..].as_ptr().cast());
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs))
-            })
+            let low = _mm256_loadu_si256(x.as_ptr().cast());
+            let high = _mm256_loadu_si256(x[LANES..].as_ptr().cast());
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+            ]
         }
     }
     #[inline(always)]
@@ -91,10 +96,13 @@ impl Simd for Avx2 {
         let x = &x[..2 * LANES];
         // SAFETY: see the impl.
         unsafe {
-            [0, LANES].map(|i| {
-                let pairs = _mm256_loadu_si256(x[i..].as_ptr().cast());
-                _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(!0xffff)))
-            })
+            let mask = _mm256_set1_epi32(!0xffff);
+            let low = _mm256_loadu_si256(x.as_ptr().cast());
+            let high = _mm256_loadu_si256(x[LANES..].as_ptr().cast());
+            [
+                _mm256_castsi256_ps(_mm256_and_si256(low, mask)),
+                _mm256_castsi256_ps(_mm256_and_si256(high, mask)),
+            ]
         }
     }
     #[inline(always)]
@@ -114,27 +122,36 @@ impl Simd for Avx2 {
     fn scale_pow2(self, a: V, n: V) -> V {
         // SAFETY: see the impl.
         unsafe {
-            [0, 1].map(|i| {
-                let e = _mm256_add_epi32(_mm256_cvttps_epi32(n[i]), _mm256_set1_epi32(127));
-                _mm256_mul_ps(a[i], _mm256_castsi256_ps(_mm256_slli_epi32::<23>(e)))
-            })
+            let bias = _mm256_set1_epi32(127);
+            let low = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvttps_epi32(n[0]), bias));
+            let high = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvttps_epi32(n[1]), bias));
+            [
+                _mm256_mul_ps(a[0], _mm256_castsi256_ps(low)),
+                _mm256_mul_ps(a[1], _mm256_castsi256_ps(high)),
+            ]
         }
     }
     #[inline(always)]
     fn exponent(self, a: V) -> V {
         // SAFETY: see the impl.
         unsafe {
-            a.map(|a| {
-                let e = _mm256_srli_epi32::<23>(_mm256_castps_si256(a));
-                _mm256_cvtepi32_ps(_mm256_sub_epi32(e, _mm256_set1_epi32(127)))
-            })
+            let bias = _mm256_set1_epi32(127);
+            let low = _mm256_srli_epi32::<23>(_mm256_castps_si256(a[0]));
+            let high = _mm256_srli_epi32::<23>(_mm256_castps_si256(a[1]));
+            [
+                _mm256_cvtepi32_ps(_mm256_sub_epi32(low, bias)),
+                _mm256_cvtepi32_ps(_mm256_sub_epi32(high, bias)),
+            ]
         }
     }
     #[inline(always)]
     fn select_lt(self, a: V, b: V, t: V, f: V) -> V {
         // SAFETY: see the impl.
         unsafe {
-            [0, 1].map(|i| _mm256_blendv_ps(f[i], t[i], _mm256_cmp_ps::<_CMP_LT_OQ>(a[i], b[i])))
+            [
+                _mm256_blendv_ps(f[0], t[0], _mm256_cmp_ps::<_CMP_LT_OQ>(a[0], b[0])),
+                _mm256_blendv_ps(f[1], t[1], _mm256_cmp_ps::<_CMP_LT_OQ>(a[1], b[1])),
+            ]
         }
     }
     #[inline(always)]
