@@ -17,6 +17,7 @@ mod sampling;
 mod step;
 mod weight;
 
+pub mod kernel;
 pub mod random;
 pub mod simd;
 pub mod testing;

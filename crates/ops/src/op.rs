@@ -4,6 +4,7 @@ use std::fmt::Debug;
 
 use crate::Cpu;
 pub use crate::device::Mem;
+use crate::kernel::{Card, Plan};
 
 /// A range of one device allocation. Copied freely; owns nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -185,6 +186,15 @@ pub trait Op: Debug {
 
     /// The SIMD implementation.
     fn host(&self, mem: &Mem, cpu: &Cpu);
+
+    /// The launches that compute the op on an NVIDIA card.
+    ///
+    /// # Errors
+    /// Geometry that the kernels can't do, or an op without kernels.
+    fn cuda(&self, _card: &Card, _plan: &mut Plan) -> Result<(), Unsupported> {
+        let (what, limit) = ("CUDA".to_owned(), "the CPU".to_owned());
+        Err(Unsupported { op: self.name(), what, limit })
+    }
 
     /// The implementation that `host` picks on this machine, for reports.
     fn route(&self, cpu: &Cpu) -> &'static str {

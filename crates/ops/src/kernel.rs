@@ -1,0 +1,168 @@
+//! How an op runs on a GPU: launches as data.
+//!
+//! An op's [`Op::cuda`](crate::Op::cuda) is a pure function from its fields and the [`Card`] to a [`Plan`]; a
+//! runtime compiles the sources, turns buffers into addresses and launches. Nothing here depends on
+//! what the device buffers hold: what varies from pass to pass is read by the kernels themselves
+//! ([`LaneStep`](crate::LaneStep)), so a recorded plan can be replayed.
+//!
+//! Every kernel runs under programmatic dependent launch and obeys one rule: before `wait()` (see
+//! `prelude.cuh`) it touches nothing but weights and its own shared memory. So launches are ordered
+//! as if each waited for the one before it, and copies of weights overlap its end.
+
+use crate::Buf;
+
+/// What a plan may depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Card {
+    /// Compute capability: 90 for 9.0.
+    pub arch: u32,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// Bytes of shared memory that one block may have.
+    pub shared: u32,
+}
+
+/// One translation unit. The runtime puts [`PRELUDE`] before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    /// For reports: the path of the file below `crates/ops/src`.
+    pub name: &'static str,
+    /// CUDA C++ without includes.
+    pub text: &'static str,
+}
+
+/// What every kernel may use.
+pub const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// One argument of a kernel, in the order of its parameters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Arg {
+    /// The address of a buffer's first byte.
+    Buf(Buf),
+    /// A null pointer: an optional buffer that is not there.
+    Null,
+    /// `unsigned`.
+    U32(u32),
+    /// `float`.
+    F32(f32),
+}
+
+impl From<Buf> for Arg {
+    fn from(buf: Buf) -> Arg {
+        Arg::Buf(buf)
+    }
+}
+
+impl From<Option<Buf>> for Arg {
+    fn from(buf: Option<Buf>) -> Arg {
+        buf.map_or(Arg::Null, Arg::Buf)
+    }
+}
+
+impl From<u32> for Arg {
+    fn from(value: u32) -> Arg {
+        Arg::U32(value)
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(value: f32) -> Arg {
+        Arg::F32(value)
+    }
+}
+
+/// A list of fixed capacity: plans are made without allocating.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct List<T, const N: usize> {
+    items: [T; N],
+    len: usize,
+}
+
+impl<T: Copy, const N: usize> List<T, N> {
+    /// The items.
+    ///
+    /// # Panics
+    /// If there are more than N.
+    fn of(items: &[T], filler: T) -> Self {
+        assert!(items.len() <= N, "{} items in a list of {N}", items.len());
+        let mut list = List { items: [filler; N], len: items.len() };
+        list.items[..items.len()].copy_from_slice(items);
+        list
+    }
+
+    /// In order.
+    pub fn as_slice(&self) -> &[T] {
+        &self.items[..self.len]
+    }
+}
+
+/// One kernel launch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Launch {
+    /// Where the kernel is.
+    pub source: Source,
+    /// Its name: an `extern "C" __global__` function.
+    pub entry: &'static str,
+    /// Compile-time constants: geometry that the kernel is specialised for.
+    pub defines: List<(&'static str, i64), 24>,
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+    /// Blocks that share a cluster; 1 for none.
+    pub cluster: u32,
+    /// Arguments.
+    pub args: List<Arg, 32>,
+}
+
+impl Launch {
+    /// A launch of `grid` blocks of `block` threads without dynamic shared memory.
+    pub fn new(
+        source: Source,
+        entry: &'static str,
+        defines: &[(&'static str, i64)],
+        grid: [u32; 3],
+        block: u32,
+        args: &[Arg],
+    ) -> Launch {
+        let (defines, args) = (List::of(defines, ("", 0)), List::of(args, Arg::Null));
+        Launch { source, entry, defines, grid, block, shared: 0, cluster: 1, args }
+    }
+
+    /// With this much dynamic shared memory.
+    #[must_use]
+    pub fn shared(self, bytes: u32) -> Launch {
+        Launch { shared: bytes, ..self }
+    }
+
+    /// In clusters of this many blocks.
+    #[must_use]
+    pub fn cluster(self, blocks: u32) -> Launch {
+        Launch { cluster: blocks, ..self }
+    }
+}
+
+/// The launches of one op, in order.
+#[derive(Debug, Default)]
+pub struct Plan {
+    launches: Vec<Launch>,
+}
+
+impl Plan {
+    /// Adds a launch.
+    pub fn push(&mut self, launch: Launch) {
+        self.launches.push(launch);
+    }
+
+    /// In order.
+    pub fn launches(&self) -> &[Launch] {
+        &self.launches
+    }
+
+    /// Forgets the launches and keeps the memory.
+    pub fn clear(&mut self) {
+        self.launches.clear();
+    }
+}
