@@ -7,6 +7,10 @@ use crate::{
     SamplerParams, TOKEN_IN_PROMPT,
 };
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+);
+
 fn greedy() -> SamplerParams {
     SamplerParams::default()
 }
@@ -494,7 +498,7 @@ fn random_case(b: &mut Builder, seed: u64, valid: usize, lanes: usize, max_rows:
     op
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for seed in 0..80 {
         let valid = [1, 2, 5, 31, 64, 65, 300, 777][seed as usize % 8];

@@ -457,9 +457,9 @@ impl Op for Accept {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;
 #[cfg(test)]
 mod law;
-#[cfg(test)]
+#[cfg(any(test, feature = "cases"))]
 mod rig;

@@ -71,5 +71,5 @@ impl Op for CopyRows {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

@@ -11,7 +11,7 @@ pub use host::{Host, HostMode};
 pub use memory::Mem;
 pub use trace::{OpCount, Trace};
 
-use crate::{ActDtype, Buf, Op};
+use crate::{ActDtype, Buf, Op, Unsupported};
 
 /// What a device is and prefers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +33,9 @@ pub enum DeviceError {
         /// The buffer's purpose.
         what: String,
     },
+    /// An op that this device can't run, or not with this geometry.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
     /// An op did not complete.
     #[error("{op} failed: {why}")]
     Op {

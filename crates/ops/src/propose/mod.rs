@@ -297,5 +297,5 @@ fn codebook_row<'m>(mem: &'m Mem, selector: &Selector, codebook: Buf, id: u32) -
     mem.get(codebook.rows(row, 1, 2 * selector.rank))
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

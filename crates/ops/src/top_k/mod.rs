@@ -108,5 +108,5 @@ impl Op for TopK {
 /// The most logits of a row: weights of so many tokens sum up within the acceptance rules' range.
 pub(crate) const MAX_VOCAB: usize = 1 << 20;
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;
