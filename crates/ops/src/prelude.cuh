@@ -71,3 +71,29 @@ __device__ __forceinline__ float warp_max(float x) {
     for (int d = 16; d > 0; d >>= 1) x = fmaxf(x, __shfl_xor_sync(WARP_ALL, x, d));
     return x;
 }
+
+// Activation rows (`Act` in act.rs): bf16 or f32, chosen by the define ACT_BF16 of a launch.
+template <int BF16> __device__ __forceinline__ float act_load(const void* row, u32 i) {
+    if constexpr (BF16) return bf16_to_f32(((const u16*)row)[i]);
+    else return ((const float*)row)[i];
+}
+template <int BF16> __device__ __forceinline__ void act_store(void* row, u32 i, float x) {
+    if constexpr (BF16) ((u16*)row)[i] = f32_to_bf16(x);
+    else ((float*)row)[i] = x;
+}
+// Four neighbours; i is a multiple of 4.
+template <int BF16> __device__ __forceinline__ float4 act_load4(const void* row, u32 i) {
+    if constexpr (BF16) {
+        uint2 w = *(const uint2*)((const u16*)row + i);
+        return make_float4(__uint_as_float(w.x << 16), __uint_as_float(w.x & 0xffff0000u),
+                           __uint_as_float(w.y << 16), __uint_as_float(w.y & 0xffff0000u));
+    } else {
+        return *(const float4*)((const float*)row + i);
+    }
+}
+template <int BF16> __device__ __forceinline__ void act_store4(void* row, u32 i, float4 x) {
+    if constexpr (BF16)
+        *(uint2*)((u16*)row + i) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+    else
+        *(float4*)((float*)row + i) = x;
+}
