@@ -1,5 +1,7 @@
 //! The runtime itself, on the card, if there is one.
 
+#![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
+
 use std::path::PathBuf;
 
 use cuda::{Cuda, OpenError, Options};
