@@ -96,25 +96,18 @@ fn draft_section(source: &DraftSource) -> Section {
 }
 
 fn memory(engine: &Engine<DryRun>) -> Section {
-    let is = |what: &str, words: &[&str]| words.iter().any(|w| what.contains(w));
-    let sum = |words: &[&str]| -> u64 {
-        let list = engine.dev.allocations.iter();
-        list.filter(|(what, _)| is(what, words)).map(|(_, bytes)| *bytes as u64).sum()
-    };
-    let total = engine.dev.bytes() as u64;
-    let kv = sum(&["keys", "values"]) - sum(&["draft keys", "draft values"]);
-    let cells = sum(&["recurrent state", "convolution history", "pending rows"]);
-    let weights: u64 = engine.weight_bytes();
-    section(
-        "Memory",
-        vec![
-            ("weights", megabytes(weights)),
-            ("keys and values", format!("{} for {} tokens", megabytes(kv), engine.context())),
-            ("recurrent state", megabytes(cells)),
-            ("working buffers", megabytes(total.saturating_sub(weights + kv + cells))),
-            ("in all", megabytes(total)),
-        ],
-    )
+    let (memory, total) = (engine.memory(), engine.dev.bytes() as u64);
+    let mut facts = vec![("weights", megabytes(memory.weights))];
+    if memory.draft > 0 {
+        facts.push(("draft", megabytes(memory.draft)));
+    }
+    facts.extend([
+        ("keys and values", format!("{} for {} tokens", megabytes(memory.kv), engine.context())),
+        ("recurrent state", megabytes(memory.state)),
+        ("working buffers", megabytes(total.saturating_sub(memory.total()))),
+        ("in all", megabytes(total)),
+    ]);
+    section("Memory", facts)
 }
 
 fn routes(engine: &Engine<DryRun>) -> Section {

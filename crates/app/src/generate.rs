@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
-use engine::SamplingOptions;
+use engine::{MemoryBytes, SamplingOptions};
 
 use crate::text::gguf_vocab::GgufVocab;
 
@@ -193,6 +193,8 @@ pub struct Loaded {
     pub device: String,
     /// Time of a round in ms if nothing but the weights' bytes counted, where it is known.
     pub floor_ms_per_round: Option<f64>,
+    /// What it takes on the device.
+    pub memory: MemoryBytes,
 }
 
 /// How far loading has come.

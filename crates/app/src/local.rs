@@ -50,6 +50,7 @@ impl Loader for Local {
             },
             device: engine.dev.info().name,
             floor_ms_per_round: floor,
+            memory: engine.memory(),
             generator: Box::new(LocalGenerator {
                 defaults: defaults(sources.target.generation()),
                 stops: sources.target.generation().eos_token_ids.clone(),

@@ -149,6 +149,12 @@ fn report(session: &Session, answer: &Answer) -> Value {
             "decode_tps": figures.decode_tps(),
             "floor_ms_per_round": session.floor_ms_per_round,
         },
+        "memory": {
+            "weights_bytes": session.memory.weights,
+            "draft_bytes": session.memory.draft,
+            "kv_bytes": session.memory.kv,
+            "state_bytes": session.memory.state,
+        },
         "model": session.model,
         "draft": session.draft,
         "device": session.device,

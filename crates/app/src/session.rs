@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use engine::MemoryBytes;
 
 use crate::generate::{Generator, LoadRequest, Loaded, Loader, TextSource};
 use crate::progress::LoadingBar;
@@ -25,6 +26,8 @@ pub struct Session {
     pub device: String,
     /// Time that reading the weights for one round takes at least.
     pub floor_ms_per_round: Option<f64>,
+    /// What the model takes on the device.
+    pub memory: MemoryBytes,
     /// How long loading took.
     pub load_time: Duration,
 }
@@ -36,10 +39,10 @@ impl Session {
         let bar = LoadingBar::new();
         let loaded = loader.load(request, &mut |progress| bar.update(progress))?;
         drop(bar);
-        let Loaded { generator, text, model, draft, device, floor_ms_per_round } = loaded;
+        let Loaded { generator, text, model, draft, device, floor_ms_per_round, memory } = loaded;
         let text = open_text(&text)?;
         let load_time = begun.elapsed();
-        Ok(Session { generator, text, model, draft, device, floor_ms_per_round, load_time })
+        Ok(Session { generator, text, model, draft, device, floor_ms_per_round, memory, load_time })
     }
 
     /// Tokenizer and templates, or an error that says what works without them.

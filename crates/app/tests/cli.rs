@@ -81,6 +81,7 @@ impl Loader for Scripted {
             draft: Some(format!("{:?}", request.draft)),
             device: format!("{:?} {:?} threads", request.isa, request.threads),
             floor_ms_per_round: Some(0.5),
+            memory: engine::MemoryBytes { weights: 7, draft: 5, kv: 3, state: 1 },
         })
     }
 
@@ -420,6 +421,7 @@ fn run_json_is_exactly_one_object() {
             "finish_reason",
             "usage",
             "timings",
+            "memory",
             "model",
             "draft",
             "device",
@@ -445,6 +447,8 @@ fn run_json_is_exactly_one_object() {
         ]
     );
     assert_eq!(report["timings"]["floor_ms_per_round"], 0.5);
+    let memory = json!({"weights_bytes": 7, "draft_bytes": 5, "kv_bytes": 3, "state_bytes": 1});
+    assert_eq!(report["memory"], memory);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use model::{
     Draft, DraftState, Lane, Scratch, ScratchShape, State, StateShape, Target, page_table,
 };
 use ops::{
-    Buf, Commit, Counted, Device, DeviceError, DryRun, KvPool, LaneStep, Lanes, PAGE_TOKENS,
+    Buf, Commit, Counted, Device, DeviceError, DryRun, KvPool, LaneStep, Lanes, PAGE_TOKENS, Weight,
 };
 
 use crate::drafter::Drafter;
@@ -87,6 +87,26 @@ impl RoundBytes {
     /// All of them.
     pub fn total(&self) -> u64 {
         self.weights + self.state + self.kv
+    }
+}
+
+/// Bytes that a loaded model takes on its device, working buffers left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryBytes {
+    /// Matrices of the target, each once.
+    pub weights: u64,
+    /// Matrices and codebooks of the draft.
+    pub draft: u64,
+    /// Pages of keys and values of all lanes, the draft's included.
+    pub kv: u64,
+    /// Recurrent cells of all lanes, with their histories and pending rows.
+    pub state: u64,
+}
+
+impl MemoryBytes {
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        self.weights + self.draft + self.kv + self.state
     }
 }
 
@@ -202,12 +222,22 @@ impl<D: Device> Engine<D> {
         dry.ops
     }
 
-    /// Bytes of all matrices on the device, each once.
-    pub fn weight_bytes(&self) -> u64 {
-        let (target, draft) = (self.target.pass_weights(), self.draft.iter());
-        let draft = draft.flat_map(|(draft, _)| draft.pass_weights());
-        let embed = (self.target.embed != self.target.lm_head).then_some(self.target.embed);
-        target.into_iter().chain(draft).chain(embed).map(|w| w.buf.bytes as u64).sum()
+    /// What the model and its lanes take on the device.
+    pub fn memory(&self) -> MemoryBytes {
+        let sum = |buffers: &mut dyn Iterator<Item = Buf>| buffers.map(|b| b.bytes as u64).sum();
+        let bufs = |weights: Vec<Weight>| weights.into_iter().map(|w| w.buf);
+        let embed = (self.target.embed != self.target.lm_head).then_some(self.target.embed.buf);
+        let drafts = || self.draft.iter();
+        let codebooks = drafts().filter_map(|(draft, _)| draft.selector.as_ref());
+        let codebooks = codebooks.flat_map(|s| [s.predecessor, s.successor]);
+        let pools = self.state.kv.iter().chain(drafts().flat_map(|(_, state)| &state.kv));
+        let cells = self.state.cells.iter();
+        MemoryBytes {
+            weights: sum(&mut bufs(self.target.pass_weights()).chain(embed)),
+            draft: sum(&mut drafts().flat_map(|(d, _)| bufs(d.pass_weights())).chain(codebooks)),
+            kv: sum(&mut pools.flat_map(|kv| [kv.keys, kv.values])),
+            state: sum(&mut cells.flat_map(|c| [c.history, c.state, c.pending])),
+        }
     }
 
     /// Bytes per second at which the device reads the weights, measured now.

@@ -8,7 +8,7 @@ pub mod sampler;
 mod session;
 
 pub use drafter::{Drafter, HostDrafter};
-pub use engine::{Engine, EngineError, EngineOptions, RoundBytes};
+pub use engine::{Engine, EngineError, EngineOptions, MemoryBytes, RoundBytes};
 pub use round::Round;
 pub use sampler::{Rule, Sampler, SamplingDefaults, SamplingError, SamplingOptions};
 pub use session::{FinishReason, Request, Session, Stats};

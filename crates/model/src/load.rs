@@ -31,6 +31,7 @@ trait Weights {
     fn matrix(&self, weight: Logical) -> Result<Matrix<'_>, LoadError>;
     fn vector(&self, weight: Logical) -> Result<Vec<f32>, LoadError>;
     fn error(&self, weight: Logical, expected: String, found: String) -> LoadError;
+    fn release(&self);
 }
 
 macro_rules! weights {
@@ -44,6 +45,9 @@ macro_rules! weights {
             }
             fn error(&self, weight: Logical, expected: String, found: String) -> LoadError {
                 LoadError::new(self.path(), format!("{weight:?}"), expected, found)
+            }
+            fn release(&self) {
+                self.release();
             }
         }
     };
@@ -307,7 +311,10 @@ impl Uploader<'_> {
         }
     }
 
+    /// After each matrix. The files' pages are given back at once, so that no second copy of the
+    /// weights gathers in memory.
     fn advance(&mut self, matrix: &Matrix<'_>) {
+        self.source.release();
         self.done += matrix.bytes();
         (self.progress)(self.done);
     }

@@ -130,6 +130,11 @@ impl TargetSource {
     pub fn advise_sequential(&self) {
         self.numbers.advise_sequential();
     }
+
+    /// Gives the memory back that what was read so far takes. Reading it again works as before.
+    pub fn release(&self) {
+        self.numbers.release();
+    }
 }
 
 impl DraftSource {
@@ -211,6 +216,11 @@ impl DraftSource {
     pub fn advise_sequential(&self) {
         self.numbers.advise_sequential();
     }
+
+    /// Gives the memory back that what was read so far takes. Reading it again works as before.
+    pub fn release(&self) {
+        self.numbers.release();
+    }
 }
 
 impl Numbers {
@@ -259,6 +269,12 @@ impl Numbers {
     fn advise_sequential(&self) {
         if let Numbers::Files(reader) = self {
             reader.checkpoint.advise_sequential();
+        }
+    }
+
+    fn release(&self) {
+        if let Numbers::Files(reader) = self {
+            reader.checkpoint.release();
         }
     }
 

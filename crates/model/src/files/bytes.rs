@@ -5,6 +5,8 @@ use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
+#[cfg(unix)]
+use memmap2::UncheckedAdvice;
 use memmap2::{Advice, Mmap};
 
 use crate::LoadError;
@@ -36,6 +38,16 @@ impl Bytes {
         if let Inner::Mapped(map) = &*self.0 {
             // Advice changes speed only, so a system that refuses it does no harm.
             let _ = map.advise(Advice::Sequential);
+        }
+    }
+
+    /// Gives a mapped file's pages back; what is read again comes from the file again.
+    pub(super) fn release(&self) {
+        #[cfg(unix)]
+        if let Inner::Mapped(map) = &*self.0 {
+            // SAFETY: dropping pages loses only what was written to them, and this map of a file is
+            // read-only.
+            let _ = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
         }
     }
 }

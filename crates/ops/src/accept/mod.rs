@@ -406,9 +406,8 @@ impl Op for Accept {
         };
         let Lanes { step, count, rows, max_rows } = self.lanes;
         let (valid, stride) = (self.valid, self.stride);
-        let row_limit = format!("1 to {}", Self::MAX_ROWS);
         let lane_rows = self.logit_rows == LogitRows::Last || max_rows <= Self::MAX_ROWS;
-        unless(max_rows >= 1 && lane_rows, &|| format!("lanes of {max_rows} rows"), &row_limit)?;
+        unless(max_rows >= 1 && lane_rows, &|| format!("lanes of {max_rows} rows"), "1 to 32")?;
         unless(
             valid >= 1 && valid <= stride,
             &|| format!("{valid} ids in rows of {stride}"),
