@@ -3,6 +3,7 @@
 mod drafter;
 mod engine;
 pub mod ngram;
+mod pace;
 mod round;
 pub mod sampler;
 mod session;

@@ -1,0 +1,170 @@
+//! Whether a round drafts: only while that pays.
+//!
+//! A drafted round costs more than a plain one and emits more tokens; which weighs more depends on
+//! the machine (on a processor that computes barely faster than it reads, eight rows cost far more
+//! than one) and on the text. So both are measured while answering: seconds of either kind of round and
+//! tokens of a drafted one, as means that forget. The slower kind is tried again now and then.
+//!
+//! What is emitted does not depend on this: see the exactness contract. Where it would (a seed with
+//! an acceptance rule that depends on the proposals), the caller drafts always.
+
+/// Rounds of either kind before the first comparison, and of a try that goes well.
+const TRY: u32 = 6;
+/// Rounds between two tries of the slower kind.
+const BETWEEN_TRIES: u32 = 96;
+/// How much faster the other kind must be before it replaces the current one.
+const MARGIN: f64 = 1.05;
+/// Weight of the newest sample in a mean.
+const NEWEST: f64 = 0.125;
+/// How far above its mean a sample counts: a round that something disturbed took longer than any
+/// round of its kind does.
+const CREDIBLE: f64 = 2.0;
+
+/// The two kinds of rounds, timed.
+#[derive(Clone, Debug)]
+pub struct Pace {
+    plain: Mean,
+    drafted: Mean,
+    /// Tokens of a drafted round.
+    tokens: Mean,
+    drafting: bool,
+    /// Rounds left before the other kind is tried, and then of that try.
+    until_try: u32,
+    in_try: u32,
+}
+
+impl Default for Pace {
+    fn default() -> Pace {
+        Pace {
+            plain: Mean::default(),
+            drafted: Mean::default(),
+            tokens: Mean::default(),
+            drafting: true,
+            until_try: TRY,
+            in_try: 0,
+        }
+    }
+}
+
+impl Pace {
+    /// Whether the next round should draft.
+    pub fn drafts(&self) -> bool {
+        self.drafting != (self.in_try > 0)
+    }
+
+    /// Takes note of a round that took `seconds` and emitted `tokens`.
+    pub fn took(&mut self, drafted: bool, seconds: f64, tokens: usize) {
+        if drafted {
+            self.drafted.add(seconds);
+            self.tokens.add(tokens as f64);
+        } else {
+            self.plain.add(seconds);
+        }
+        let learning = self.plain.samples.min(self.drafted.samples) < TRY;
+        if self.in_try > 0 {
+            let rate = if drafted { tokens as f64 } else { 1.0 } / seconds;
+            // Another round only if this one was better, or nothing is known yet.
+            let go_on = learning || rate > self.rate(self.drafting);
+            self.in_try = if go_on { self.in_try - 1 } else { 0 };
+            if self.in_try == 0 {
+                self.decide();
+            }
+        } else if self.until_try > 0 {
+            self.until_try -= 1;
+            if self.drafting && !learning {
+                // A text that drafts badly shows without a try.
+                self.decide();
+            }
+        } else {
+            self.in_try = TRY;
+            self.until_try = BETWEEN_TRIES;
+        }
+    }
+
+    /// Tokens a second of either kind.
+    fn rate(&self, drafted: bool) -> f64 {
+        if drafted { self.tokens.value / self.drafted.value } else { 1.0 / self.plain.value }
+    }
+
+    /// Keeps to the kind with more tokens a second.
+    fn decide(&mut self) {
+        if self.rate(!self.drafting) > MARGIN * self.rate(self.drafting) {
+            self.drafting = !self.drafting;
+            self.until_try = BETWEEN_TRIES;
+        }
+    }
+}
+
+/// A mean that forgets: plain at first, then the newest sample counts [`NEWEST`].
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    value: f64,
+    samples: u32,
+}
+
+impl Mean {
+    fn add(&mut self, sample: f64) {
+        let credible = if self.samples == 0 { sample } else { CREDIBLE * self.value };
+        self.samples = self.samples.saturating_add(1);
+        let weight = (1.0 / f64::from(self.samples)).max(NEWEST);
+        self.value += weight * (sample.min(credible) - self.value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Pace;
+
+    /// Runs `rounds` rounds and returns tokens a second, and the share of rounds that drafted.
+    fn run(
+        pace: &mut Pace,
+        rounds: usize,
+        plain: f64,
+        drafted: f64,
+        tokens: &dyn Fn(usize) -> usize,
+    ) -> (f64, f64) {
+        let (mut seconds, mut emitted, mut drafts) = (0.0, 0, 0);
+        for round in 0..rounds {
+            let drafting = pace.drafts();
+            let (took, count) = if drafting { (drafted, tokens(round)) } else { (plain, 1) };
+            pace.took(drafting, took, count);
+            seconds += took;
+            emitted += count;
+            drafts += usize::from(drafting);
+        }
+        (emitted as f64 / seconds, drafts as f64 / rounds as f64)
+    }
+
+    #[test]
+    fn drafts_while_that_pays() {
+        let (_, share) = run(&mut Pace::default(), 1000, 1.0, 1.5, &|i| 2 + i % 2);
+        assert!(share > 0.95, "{share}");
+    }
+
+    #[test]
+    fn never_much_slower_than_plain_rounds() {
+        for (cost, tokens) in [(3.0, 2), (4.0, 1), (2.0, 1), (1.2, 1)] {
+            let (rate, share) = run(&mut Pace::default(), 2000, 1.0, cost, &|_| tokens);
+            assert!(rate > 0.95, "cost {cost}, {tokens} tokens: {rate}");
+            assert!(share < 0.05, "{share}");
+        }
+    }
+
+    #[test]
+    fn follows_the_text() {
+        let mut pace = Pace::default();
+        let (_, chat) = run(&mut pace, 500, 1.0, 2.5, &|_| 2);
+        let (_, code) = run(&mut pace, 1000, 1.0, 2.5, &|_| 6);
+        let (_, chat_again) = run(&mut pace, 500, 1.0, 2.5, &|_| 2);
+        assert!(chat < 0.1 && code > 0.8 && chat_again < 0.1, "{chat} {code} {chat_again}");
+    }
+
+    #[test]
+    fn a_disturbed_round_changes_nothing_for_long() {
+        let mut pace = Pace::default();
+        run(&mut pace, 200, 1.0, 1.5, &|_| 3);
+        pace.took(pace.drafts(), 40.0, 3);
+        let (_, share) = run(&mut pace, 400, 1.0, 1.5, &|_| 3);
+        assert!(share > 0.7, "{share}");
+    }
+}
