@@ -16,6 +16,8 @@ pub(crate) struct Graphs {
 #[derive(Debug)]
 struct Graph {
     exec: sys::CUgraphExec,
+    /// Copies that it publishes.
+    published: u32,
 }
 
 // SAFETY: a handle; one owner.
@@ -29,8 +31,9 @@ impl Drop for Graph {
 }
 
 impl Graphs {
-    pub(crate) fn has(&self, key: u64) -> bool {
-        self.recorded.contains_key(&key)
+    /// How many copies a recording publishes; `None` if there is none.
+    pub(crate) fn published(&self, key: u64) -> Option<u32> {
+        self.recorded.get(&key).map(|graph| graph.published)
     }
 
     /// Forgets all recordings. None may be running.
@@ -47,7 +50,12 @@ impl Graphs {
     }
 
     /// Keeps what was recorded since `begin`.
-    pub(crate) fn end(&mut self, stream: &Stream, key: u64) -> Result<(), DriverError> {
+    pub(crate) fn end(
+        &mut self,
+        stream: &Stream,
+        key: u64,
+        published: u32,
+    ) -> Result<(), DriverError> {
         // SAFETY: the stream is recording; the graph is destroyed after it was instantiated.
         unsafe {
             let graph = result::stream::end_capture(stream.0)?;
@@ -55,7 +63,7 @@ impl Graphs {
             result::graph::destroy(graph)?;
             let exec = exec?;
             result::graph::upload(exec, stream.0)?;
-            self.recorded.insert(key, Graph { exec });
+            self.recorded.insert(key, Graph { exec, published });
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ mod cubins;
 mod gpu;
 mod graphs;
 mod kernels;
+mod mailbox;
 mod memory;
 mod nvrtc;
 mod staging;
@@ -19,12 +20,13 @@ pub use nvrtc::Nvrtc;
 use std::path::PathBuf;
 
 use ops::kernel::{Arg, Card, Launch, Plan};
-use ops::{ActDtype, Bindings, Buf, Device, DeviceError, DeviceInfo, Op};
+use ops::{ActDtype, Bindings, Buf, Device, DeviceError, DeviceInfo, Op, PUBLISHED_BYTES};
 
 use crate::cubins::Cubins;
 use crate::gpu::{Gpu, Stream, explain};
 use crate::graphs::Graphs;
 use crate::kernels::Kernels;
+use crate::mailbox::Mailbox;
 use crate::memory::Memory;
 use crate::staging::Staging;
 
@@ -50,8 +52,8 @@ enum Mode {
     Run,
     /// It is only noted, so that its kernel can be compiled before a recording.
     Note(Vec<Launch>),
-    /// It goes onto the stream, which records.
-    Record,
+    /// It goes onto the stream, which records. Counts published copies.
+    Record(u32),
 }
 
 /// One card.
@@ -61,6 +63,7 @@ pub struct Cuda {
     graphs: Graphs,
     staging: Staging,
     kernels: Kernels,
+    mailbox: Option<Mailbox>,
     memory: Memory,
     stream: Stream,
     gpu: Gpu,
@@ -92,6 +95,7 @@ impl Cuda {
             graphs: Graphs::default(),
             staging: Staging::new(threads).map_err(failed)?,
             kernels,
+            mailbox: None,
             memory: Memory::default(),
             stream: Stream::new().map_err(failed)?,
             gpu,
@@ -128,6 +132,7 @@ impl Cuda {
         let lost = |why| DeviceError::Op { op: "reset", why };
         self.stream.synchronize().map_err(|e| lost(explain(e)))?;
         self.graphs.clear();
+        self.mailbox = None;
         self.memory.clear(&self.stream).map_err(lost)
     }
 
@@ -177,11 +182,6 @@ impl Cuda {
 
     /// Puts one launch on the stream, or notes it.
     fn launch(&mut self, launch: &Launch) -> Result<(), String> {
-        if let Mode::Note(launches) = &mut self.mode {
-            launches.push(*launch);
-            return Ok(());
-        }
-        let function = self.kernels.get(&self.gpu.card, launch)?;
         let mut args = [0u64; 32];
         let list = launch.args.as_slice();
         for (bits, arg) in args.iter_mut().zip(list) {
@@ -192,8 +192,18 @@ impl Cuda {
                 Arg::F32(value) => u64::from(value.to_bits()),
             };
         }
+        self.put(launch, &args[..list.len()])
+    }
+
+    /// Puts one launch with these arguments on the stream, or notes it.
+    fn put(&mut self, launch: &Launch, args: &[u64]) -> Result<(), String> {
+        if let Mode::Note(launches) = &mut self.mode {
+            launches.push(*launch);
+            return Ok(());
+        }
+        let function = self.kernels.get(&self.gpu.card, launch)?;
         // SAFETY: the op's contract: its kernels take these arguments and stay inside its buffers.
-        unsafe { function.launch(&self.gpu.card, launch, &args[..list.len()], &self.stream) }
+        unsafe { function.launch(&self.gpu.card, launch, args, &self.stream) }
             .map_err(|why| {
                 let Launch { entry, grid, block, shared, cluster, .. } = launch;
                 format!("kernel `{entry}`, grid {grid:?} of {block} threads, {shared} bytes of shared memory, clusters of {cluster}: {why}")
@@ -214,6 +224,47 @@ impl Cuda {
         !recording
     }
 
+    /// Submits a recording.
+    fn submit(&mut self, key: u64) {
+        let published = self.graphs.published(key).unwrap_or(0);
+        let room = self.mailbox.as_ref().map_or(Ok(()), |mailbox| mailbox.room(published));
+        if let Err(why) = room {
+            return self.fail(DeviceError::Op { op: "publish", why });
+        }
+        let launched = self.graphs.launch(&self.stream, key);
+        if self.tried("submit", launched).is_some() {
+            self.last = Some(("a recorded sequence", self.last.map_or(0, |(_, n)| n) + 1));
+            if let Some(mailbox) = &mut self.mailbox {
+                mailbox.sent(published);
+            }
+        }
+    }
+
+    fn publish_copy(&mut self, buf: Buf) -> Result<(), DeviceError> {
+        let failed = |why| DeviceError::Op { op: "publish", why };
+        if buf.bytes > PUBLISHED_BYTES || !buf.bytes.is_multiple_of(4) {
+            return Err(failed(format!("{} bytes", buf.bytes)));
+        }
+        if self.mailbox.is_none() {
+            let count = self.memory.alloc(&self.stream, 4, "published copies")?;
+            let mailbox = Mailbox::new(count).map_err(|e| failed(explain(e)))?;
+            self.mailbox = Some(mailbox);
+        }
+        let Some(mailbox) = &self.mailbox else { return Ok(()) };
+        if self.mode == Mode::Run {
+            mailbox.room(1).map_err(failed)?;
+        }
+        let (from, count) = (self.memory.address(buf), self.memory.address(mailbox.count));
+        let args = mailbox.args(from, buf.bytes / 4, count);
+        self.put(&Mailbox::launch(), &args).map_err(failed)?;
+        match (&mut self.mode, &mut self.mailbox) {
+            (Mode::Record(published), _) => *published += 1,
+            (Mode::Run, Some(mailbox)) => mailbox.sent(1),
+            _ => {}
+        }
+        Ok(())
+    }
+
     fn record(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         self.mode = Mode::Note(Vec::new());
         body(self);
@@ -230,13 +281,14 @@ impl Cuda {
         if self.tried("record", begun).is_none() {
             return;
         }
-        self.mode = Mode::Record;
+        self.mode = Mode::Record(0);
         body(self);
-        self.mode = Mode::Run;
+        let mode = std::mem::replace(&mut self.mode, Mode::Run);
         if self.failed.is_some() {
             return self.graphs.abandon(&self.stream);
         }
-        let ended = self.graphs.end(&self.stream, key);
+        let published = if let Mode::Record(published) = mode { published } else { 0 };
+        let ended = self.graphs.end(&self.stream, key, published);
         self.tried("record", ended);
     }
 
@@ -355,6 +407,34 @@ impl Device for Cuda {
         }
     }
 
+    fn publish(&mut self, buf: Buf) {
+        if !self.enter() {
+            return;
+        }
+        if let Err(error) = self.publish_copy(buf) {
+            self.fail(error);
+        }
+    }
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        if self.enter() {
+            let received = match &mut self.mailbox {
+                Some(mailbox) => mailbox.receive(&self.stream, out),
+                None => Err("nothing was published".to_owned()),
+            };
+            match received {
+                Ok(()) => return Ok(()),
+                Err(why) => self.fail(DeviceError::Op { op: "receive", why }),
+            }
+        }
+        // Whatever went wrong, nothing enqueued before may arrive later.
+        let _ = self.stream.synchronize();
+        if let Some(mailbox) = &mut self.mailbox {
+            mailbox.forget();
+        }
+        self.sync()
+    }
+
     fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         if !self.enter() {
             return;
@@ -362,13 +442,11 @@ impl Device for Cuda {
         if self.check_each || self.mode != Mode::Run {
             return body(self);
         }
-        if !self.graphs.has(key) {
+        if self.graphs.published(key).is_none() {
             self.record(key, body);
         }
         if self.failed.is_none() {
-            let launched = self.graphs.launch(&self.stream, key);
-            self.tried("submit", launched);
-            self.last = Some(("a recorded sequence", self.last.map_or(0, |(_, n)| n) + 1));
+            self.submit(key);
         }
     }
 

@@ -1,8 +1,9 @@
 //! The CPU as a device.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::device::{Device, DeviceError, DeviceInfo, Mem};
+use crate::device::{Device, DeviceError, DeviceInfo, Mem, PUBLISHED, PUBLISHED_BYTES};
 use crate::simd::Isa;
 use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool};
 
@@ -23,6 +24,9 @@ pub struct Host {
     mode: HostMode,
     act: ActDtype,
     failed: Option<DeviceError>,
+    /// Copies not received yet, and memory of those that were.
+    published: VecDeque<Vec<u8>>,
+    spare: Vec<Vec<u8>>,
 }
 
 impl Host {
@@ -34,7 +38,8 @@ impl Host {
     /// A device with every choice spelled out.
     pub fn with(mode: HostMode, isa: Isa, threads: usize, act: ActDtype) -> Host {
         let cpu = Cpu { isa, pool: Pool::new(threads) };
-        Host { mem: Mem::default(), cpu, mode, act, failed: None }
+        let (published, spare) = (VecDeque::new(), Vec::new());
+        Host { mem: Mem::default(), cpu, mode, act, failed: None, published, spare }
     }
 
     /// The device's memory.
@@ -117,6 +122,33 @@ impl Device for Host {
                 .unwrap_or("panic");
             self.fail(op.name(), format!("{text} in {op:?}"));
         }
+    }
+
+    fn publish(&mut self, buf: Buf) {
+        if self.failed.is_some() {
+            return;
+        }
+        if self.published.len() == PUBLISHED || buf.bytes > PUBLISHED_BYTES {
+            let why = format!("{} bytes, {} copies wait", buf.bytes, self.published.len());
+            return self.fail("publish", why);
+        }
+        let mut copy = self.spare.pop().unwrap_or_default();
+        copy.clear();
+        copy.extend_from_slice(self.mem.get(buf));
+        self.published.push_back(copy);
+    }
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        if let Some(failed) = self.failed.take() {
+            self.published.clear();
+            return Err(failed);
+        }
+        let failed = |why: &str| DeviceError::Op { op: "receive", why: why.to_owned() };
+        let copy = self.published.pop_front().ok_or_else(|| failed("nothing was published"))?;
+        let part = copy.get(..out.len()).ok_or_else(|| failed("more than was published"))?;
+        out.copy_from_slice(part);
+        self.spare.push(copy);
+        Ok(())
     }
 
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {

@@ -46,6 +46,11 @@ pub enum DeviceError {
     },
 }
 
+/// Published copies that may wait to be received.
+pub const PUBLISHED: usize = 8;
+/// Bytes of one published copy.
+pub const PUBLISHED_BYTES: usize = 64 << 10;
+
 /// Runs ops on its own memory. `run` returns nothing: errors are sticky and surface at `sync`.
 pub trait Device {
     /// What this device is.
@@ -73,7 +78,15 @@ pub trait Device {
     /// Enqueues an op.
     fn run(&mut self, op: &dyn Op);
 
-    /// Enqueues everything that `body` enqueues. `body` may only run ops, zero and copy, and must do the
+    /// Enqueues a copy of a small buffer to the host, in order with the ops; [`Device::receive`] hands
+    /// it over. At most [`PUBLISHED`] copies may wait, of at most [`PUBLISHED_BYTES`] bytes each.
+    fn publish(&mut self, buf: Buf);
+
+    /// Waits for the oldest published copy that was not received yet, for it alone, and copies its
+    /// start out. An error says what `sync` would say, and then nothing published waits any more.
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Enqueues everything that `body` enqueues. `body` may only run ops, zero, copy and publish, and must do the
     /// same for the same `key`: a device may record it at the first call, for which it may run `body`
     /// more than once, and submit the recording as a whole from then on.
     fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device));

@@ -71,6 +71,14 @@ impl<D: Device> Device for Trace<D> {
         count.cost += op.cost();
     }
 
+    fn publish(&mut self, buf: Buf) {
+        self.inner.publish(buf);
+    }
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        self.inner.receive(out)
+    }
+
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         body(self);
     }
