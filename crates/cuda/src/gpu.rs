@@ -238,6 +238,13 @@ impl Event {
         unsafe { result::event::record(self.0, stream.0) }
     }
 
+    /// Records inside a graph, so that each launch of the graph records again.
+    pub(crate) fn record_in_graph(&self, stream: &Stream) -> Result<(), DriverError> {
+        let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: both alive; the graph's owner keeps the event as long as the graph.
+        unsafe { sys::cuEventRecordWithFlags(self.0, stream.0, flags) }.result()
+    }
+
     /// Waits for what was recorded last; returns at once if nothing was.
     pub(crate) fn synchronize(&self) -> Result<(), DriverError> {
         // SAFETY: alive.

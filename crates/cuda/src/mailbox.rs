@@ -54,6 +54,11 @@ impl Mailbox {
         [from, words as u64, self.ring.address(), count]
     }
 
+    /// Whether the next copy to be received is the last that was sent.
+    pub(crate) fn is_last(&self) -> bool {
+        self.sent.wrapping_sub(self.received) == 1
+    }
+
     /// Whether that many more copies fit.
     pub(crate) fn room(&self, copies: u32) -> Result<(), String> {
         let waiting = self.sent.wrapping_sub(self.received) + copies;

@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
 
-use crate::device::{Device, DeviceError, DeviceInfo, Mem, PUBLISHED, PUBLISHED_BYTES};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo, Mem, PUBLISHED, PUBLISHED_BYTES};
 use crate::simd::Isa;
 use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool};
 
@@ -27,6 +28,7 @@ pub struct Host {
     /// Copies not received yet, and memory of those that were.
     published: VecDeque<Vec<u8>>,
     spare: Vec<Vec<u8>>,
+    stamps: Vec<Instant>,
 }
 
 impl Host {
@@ -39,7 +41,8 @@ impl Host {
     pub fn with(mode: HostMode, isa: Isa, threads: usize, act: ActDtype) -> Host {
         let cpu = Cpu { isa, pool: Pool::new(threads) };
         let (published, spare) = (VecDeque::new(), Vec::new());
-        Host { mem: Mem::default(), cpu, mode, act, failed: None, published, spare }
+        let (mem, stamps) = (Mem::default(), Vec::new());
+        Host { mem, cpu, mode, act, failed: None, published, spare, stamps }
     }
 
     /// The device's memory.
@@ -153,6 +156,20 @@ impl Device for Host {
 
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         body(self);
+    }
+
+    fn stamp(&mut self) {
+        self.stamps.push(Instant::now());
+    }
+
+    fn stamps(&mut self) -> Vec<f64> {
+        let first = self.stamps.first().copied();
+        let since = |stamp: Instant| first.map_or(0.0, |first| (stamp - first).as_secs_f64());
+        self.stamps.drain(..).map(since).collect()
+    }
+
+    fn counters(&self) -> Counters {
+        Counters::default()
     }
 
     fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
