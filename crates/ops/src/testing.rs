@@ -4,6 +4,10 @@
 //! the same seed, so all see the same inputs. Outputs start poisoned (NaN, or 0xFF bytes) and
 //! every buffer lies between guard zones that must stay intact.
 
+mod corrupt;
+
+pub use corrupt::Corrupt;
+
 use crate::simd::Isa;
 use crate::{Act, ActDtype, Buf, Device, Host, HostMode, LaneStep, Lanes, Mem, Op};
 
@@ -26,6 +30,16 @@ impl Tolerance {
     /// Relative to the element and to the output's root mean square.
     pub fn relative(rel: f32) -> Tolerance {
         Tolerance { rel }
+    }
+
+    /// Whether only equal bits will do.
+    pub(crate) fn is_exact(self) -> bool {
+        self.rel == 0.0
+    }
+
+    /// How far an element may be from `want` in an output of this root mean square.
+    pub(crate) fn bound(self, want: f32, rms: f32) -> f32 {
+        self.rel * (want.abs() + rms)
     }
 }
 
@@ -273,7 +287,7 @@ fn assert_close(label: &str, name: &str, want: &[f32], got: &[f32], tolerance: T
     let squares: f64 = finite.clone().map(|&v| f64::from(v).powi(2)).sum();
     let rms = (squares / finite.count().max(1) as f64).sqrt() as f32;
     for (i, (&w, &g)) in want.iter().zip(got).enumerate() {
-        let bound = tolerance.rel * (w.abs() + rms);
+        let bound = tolerance.bound(w, rms);
         let close = (w - g).abs() <= bound || w.to_bits() == g.to_bits();
         assert!(close, "{label}: `{name}`[{i}] want {w} got {g}, bound {bound}");
     }
