@@ -2,9 +2,9 @@
 
 use std::fmt::Debug;
 
-use crate::Cpu;
 pub use crate::device::Mem;
 use crate::kernel::{Card, Plan};
+use crate::{Act, Cpu};
 
 /// A range of one device allocation. Copied freely; owns nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,6 +62,21 @@ pub enum Access {
     Update,
 }
 
+/// What a buffer holds, for whoever compares what an op wrote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Elements {
+    /// `f32`.
+    F32,
+    /// `bf16`.
+    Bf16,
+    /// Whole numbers, and records of 32-bit words that have only one right value.
+    U32,
+    /// Activation rows.
+    Act(Act),
+    /// Working memory: what an op leaves there is its own business.
+    Scratch,
+}
+
 /// One buffer of an op.
 #[derive(Clone, Copy, Debug)]
 pub struct Binding {
@@ -71,6 +86,8 @@ pub struct Binding {
     pub buf: Buf,
     /// How the op uses it.
     pub access: Access,
+    /// What it holds; for a buffer that is only read this says nothing.
+    pub elements: Elements,
 }
 
 /// The buffers of one op, in kernel order. Fixed capacity: binding must not allocate.
@@ -84,25 +101,40 @@ impl Bindings {
     /// The most buffers one op may bind.
     pub const MAX: usize = 24;
 
-    fn push(&mut self, name: &'static str, buf: Buf, access: Access) {
+    fn push(&mut self, name: &'static str, buf: Buf, access: Access, elements: Elements) {
         assert!(self.len < Self::MAX, "an op binds more than {} buffers", Self::MAX);
-        self.list[self.len] = Some(Binding { name, buf, access });
+        self.list[self.len] = Some(Binding { name, buf, access, elements });
         self.len += 1;
     }
 
     /// A buffer that is only read.
     pub fn read(&mut self, name: &'static str, buf: Buf) {
-        self.push(name, buf, Access::Read);
+        self.push(name, buf, Access::Read, Elements::F32);
+    }
+
+    /// A buffer of f32 that is only written.
+    pub fn write(&mut self, name: &'static str, buf: Buf) {
+        self.write_as(name, buf, Elements::F32);
     }
 
     /// A buffer that is only written.
-    pub fn write(&mut self, name: &'static str, buf: Buf) {
-        self.push(name, buf, Access::Write);
+    pub fn write_as(&mut self, name: &'static str, buf: Buf, elements: Elements) {
+        self.push(name, buf, Access::Write, elements);
+    }
+
+    /// Activation rows that are only written.
+    pub fn write_act(&mut self, name: &'static str, act: Act) {
+        self.write_as(name, act.buf, Elements::Act(act));
+    }
+
+    /// A buffer of f32 that is read and written.
+    pub fn update(&mut self, name: &'static str, buf: Buf) {
+        self.update_as(name, buf, Elements::F32);
     }
 
     /// A buffer that is read and written.
-    pub fn update(&mut self, name: &'static str, buf: Buf) {
-        self.push(name, buf, Access::Update);
+    pub fn update_as(&mut self, name: &'static str, buf: Buf, elements: Elements) {
+        self.push(name, buf, Access::Update, elements);
     }
 
     /// The bindings, in order.

@@ -33,8 +33,8 @@ mod target;
 use crate::sampling::{Candidates, count_output};
 use crate::top_k::MAX_VOCAB;
 use crate::{
-    Bindings, Buf, Cost, Cpu, LaneStep, Lanes, LogitBias, Mem, Op, Proposals, Rule, SamplerParams,
-    TopK, Unsupported,
+    Bindings, Buf, Cost, Cpu, Elements, LaneStep, Lanes, LogitBias, Mem, Op, Proposals, Rule,
+    SamplerParams, TopK, Unsupported,
 };
 use rules::{Draft, Target, Verdict};
 
@@ -382,22 +382,22 @@ impl Op for Accept {
 
     fn bind(&self, b: &mut Bindings) {
         b.read("logits", self.logits);
-        b.update("ids", self.ids);
+        b.update_as("ids", self.ids, Elements::U32);
         if let Some(ids) = self.draft_ids {
-            b.update("draft_ids", ids);
+            b.update_as("draft_ids", ids, Elements::U32);
         }
         if let Some(proposals) = &self.proposals {
             b.read("proposals", proposals.buf);
         }
         b.read("params", self.params);
-        b.update("counts", self.counts);
+        b.update_as("counts", self.counts, Elements::U32);
         b.read("biases", self.biases);
         if let Some(masks) = self.masks {
             b.read("masks", masks);
         }
-        b.update("step", self.lanes.step);
-        b.write("results", self.results);
-        b.write("scratch", self.scratch);
+        b.update_as("step", self.lanes.step, Elements::U32);
+        b.write_as("results", self.results, Elements::U32);
+        b.write_as("scratch", self.scratch, Elements::Scratch);
     }
 
     fn check(&self) -> Result<(), Unsupported> {

@@ -18,7 +18,9 @@ mod block;
 mod host;
 
 use crate::geometry::elements_fit;
-use crate::{Bindings, Buf, Cost, Cpu, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
+use crate::{
+    Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported,
+};
 
 /// Pages of one split: the part of a row's keys that is summed on its own and then merged.
 pub const SPLIT_PAGES: usize = 4;
@@ -102,7 +104,7 @@ impl Op for Attention {
         b.read("values", self.kv.values);
         b.read("table", self.kv.table);
         b.read("step", self.lanes.step);
-        b.write("scratch", self.scratch);
+        b.write_as("scratch", self.scratch, Elements::Scratch);
         b.write("out", self.out);
     }
 

@@ -16,7 +16,7 @@ mod host;
 
 use crate::geometry::elements_fit;
 use crate::kernel::{Card, Plan};
-use crate::{Bindings, Buf, Cost, Cpu, KvPool, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
+use crate::{Bindings, Buf, Cost, Cpu, Elements, KvPool, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
 
 /// Which elements of a head form rotary pair i of n = dims / 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,8 +178,8 @@ impl Op for AttnPrepare {
         b.read("inv_freq", self.rope.inv_freq);
         b.read("step", self.lanes.step);
         b.read("table", self.kv.table);
-        b.update("keys", self.kv.keys);
-        b.update("values", self.kv.values);
+        b.update_as("keys", self.kv.keys, Elements::Bf16);
+        b.update_as("values", self.kv.values, Elements::Bf16);
     }
 
     fn check(&self) -> Result<(), Unsupported> {

@@ -55,7 +55,7 @@ impl Op for BlockConv {
         b.read("base", self.base);
         b.read("step", self.lanes.step);
         match self.out {
-            BlockConvOut::Act(act) => b.write("out", act.buf),
+            BlockConvOut::Act(act) => b.write_act("out", act),
             BlockConvOut::Add(buf) => b.update("out", buf),
         }
     }

@@ -6,7 +6,7 @@ mod host;
 
 use crate::geometry::holds;
 use crate::kernel::{Card, Plan};
-use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
+use crate::{Act, Bindings, Buf, Cost, Cpu, Elements, Mem, Op, Unsupported};
 
 /// `to[r, column .. column + width] = from[r]`; with `finish`, then quantises each whole row of `to`.
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +32,7 @@ impl Op for CopyRows {
 
     fn bind(&self, b: &mut Bindings) {
         b.read("from", self.from);
-        b.update("to", self.to.buf);
+        b.update_as("to", self.to.buf, Elements::Act(self.to));
     }
 
     fn check(&self) -> Result<(), Unsupported> {

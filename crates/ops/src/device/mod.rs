@@ -1,11 +1,13 @@
 //! Devices: what runs ops.
 
 mod bandwidth;
+mod diff;
 mod dry_run;
 mod host;
 mod memory;
 mod trace;
 
+pub use diff::{Diff, Difference};
 pub use dry_run::{Counted, DryRun};
 pub use host::{Host, HostMode};
 pub use memory::Mem;

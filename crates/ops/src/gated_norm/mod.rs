@@ -40,7 +40,7 @@ impl Op for GatedNorm {
         b.read("x", self.x);
         b.read("gate", self.gate);
         b.read("weight", self.weight);
-        b.write("out", self.out.buf);
+        b.write_act("out", self.out);
     }
 
     fn check(&self) -> Result<(), Unsupported> {

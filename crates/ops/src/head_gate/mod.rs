@@ -51,7 +51,7 @@ impl Op for HeadGate {
         if let Some(gate) = self.q_gate {
             b.read("q_gate", gate);
         }
-        b.write("out", self.out.buf);
+        b.write_act("out", self.out);
     }
 
     fn check(&self) -> Result<(), Unsupported> {

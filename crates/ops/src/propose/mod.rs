@@ -30,8 +30,8 @@ use crate::random::{Purpose, uniform};
 use crate::sampling::{Candidates, below, clean, race, weight};
 use crate::simd::{LANES, sum_tree};
 use crate::{
-    Bindings, Buf, Cost, Cpu, LaneStep, Lanes, Mem, ONE, Op, Proposals, Rule, SamplerParams, TopK,
-    Unsupported,
+    Bindings, Buf, Cost, Cpu, Elements, LaneStep, Lanes, Mem, ONE, Op, Proposals, Rule,
+    SamplerParams, TopK, Unsupported,
 };
 
 /// DFlash 2's candidate selector.
@@ -209,8 +209,8 @@ impl Op for Propose {
         }
         b.read("params", self.params);
         b.read("step", self.lanes.step);
-        b.update("ids", self.ids);
-        b.update("proposals", self.proposals.buf);
+        b.update_as("ids", self.ids, Elements::U32);
+        b.update_as("proposals", self.proposals.buf, Elements::U32);
     }
 
     fn check(&self) -> Result<(), Unsupported> {

@@ -38,7 +38,7 @@ impl Op for RmsNorm {
     fn bind(&self, b: &mut Bindings) {
         b.read("x", self.x);
         b.read("weight", self.weight);
-        b.write("out", self.out.buf);
+        b.write_act("out", self.out);
     }
 
     fn check(&self) -> Result<(), Unsupported> {

@@ -30,7 +30,7 @@ impl Op for SiluMul {
     fn bind(&self, b: &mut Bindings) {
         b.read("gate", self.gate);
         b.read("up", self.up);
-        b.write("out", self.out.buf);
+        b.write_act("out", self.out);
     }
 
     fn check(&self) -> Result<(), Unsupported> {

@@ -7,8 +7,10 @@
 //! Without more, cases run on the CPU. Once another device is [registered](register), the same cases
 //! run on that device alone and are held to the same definitions.
 
+mod corrupt;
 mod devices;
 
+pub use corrupt::Corrupt;
 #[cfg(feature = "cases")]
 pub use devices::all_cases;
 pub use devices::{Case, Skip, WithDevice, on_each_device, register, skipped};
@@ -60,6 +62,16 @@ impl Tolerance {
     #[must_use]
     pub fn elsewhere(self, rel: f32) -> Tolerance {
         Tolerance { elsewhere: Some(rel), ..self }
+    }
+
+    /// Whether only equal bits will do.
+    pub(crate) fn is_exact(self) -> bool {
+        self.rel == 0.0
+    }
+
+    /// How far an element may be from `want` in an output of this root mean square.
+    pub(crate) fn bound(self, want: f32, rms: f32) -> f32 {
+        self.rel * (want.abs() + rms)
     }
 }
 
@@ -385,7 +397,7 @@ fn assert_close(label: &str, name: &str, want: &[f32], got: &[f32], tolerance: T
     let squares: f64 = finite.clone().map(|&v| f64::from(v).powi(2)).sum();
     let rms = (squares / finite.count().max(1) as f64).sqrt() as f32;
     for (i, (&w, &g)) in want.iter().zip(got).enumerate() {
-        let bound = tolerance.rel * (w.abs() + rms);
+        let bound = tolerance.bound(w, rms);
         let close = (w - g).abs() <= bound || w.to_bits() == g.to_bits();
         assert!(close, "{label}: `{name}`[{i}] want {w} got {g}, bound {bound}");
     }

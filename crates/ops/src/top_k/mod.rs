@@ -10,7 +10,7 @@
 
 mod host;
 
-use crate::{Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
+use crate::{Bindings, Buf, Cost, Cpu, Elements, Mem, Op, Unsupported};
 
 pub(crate) use host::select;
 
@@ -58,9 +58,9 @@ impl Op for TopK {
 
     fn bind(&self, b: &mut Bindings) {
         b.read("logits", self.logits);
-        b.write("ids", self.ids);
+        b.write_as("ids", self.ids, Elements::U32);
         b.write("values", self.values);
-        b.write("scratch", self.scratch);
+        b.write_as("scratch", self.scratch, Elements::Scratch);
     }
 
     fn check(&self) -> Result<(), Unsupported> {
