@@ -65,6 +65,11 @@ pub struct EngineArgs {
     #[arg(long, global = true, value_name = "DRAFT", default_value = "auto", value_parser = draft)]
     pub draft: String,
 
+    /// Draft in every round; otherwise rounds on the CPU draft only while that is faster. The text
+    /// is the same
+    #[arg(long, global = true)]
+    pub always_draft: bool,
+
     /// Compute threads [default: one per physical core]
     #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
@@ -291,6 +296,7 @@ impl Cli {
         Ok(LoadRequest {
             draft: surroundings.find_draft(&self.engine.draft, &model)?,
             model,
+            always_draft: self.engine.always_draft,
             threads: self.engine.threads.map(|n| n as usize),
             context: self.engine.context.map(|n| n as usize),
             isa: surroundings.isa(self.engine.isa).map_err(anyhow::Error::msg)?,

@@ -17,6 +17,8 @@ pub struct LoadRequest {
     pub model: ModelRef,
     /// What proposes tokens.
     pub draft: DraftRef,
+    /// Whether every round drafts, even where that is slower.
+    pub always_draft: bool,
     /// Compute threads; `None` lets the engine choose.
     pub threads: Option<usize>,
     /// Tokens of context; `None` lets the engine choose by the memory that is free.

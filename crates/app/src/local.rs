@@ -155,7 +155,8 @@ fn build<D: Device>(
         (DraftRef::Ngram, None) => Drafter::Host(Box::new(Ngram::with_capacity(context))),
         _ => Drafter::None,
     };
-    let options = EngineOptions { context, ..EngineOptions::default() };
+    let adapt = !request.always_draft;
+    let options = EngineOptions { context, adapt, ..EngineOptions::default() };
     Ok(Engine::new(dev, target, draft, drafter, options)?)
 }
 

@@ -67,11 +67,21 @@ pub struct EngineOptions {
     /// Submit a round before the one before it was read, so that the device never waits for the
     /// host. An end that only the host sees then costs a round that is thrown away.
     pub ahead: bool,
+    /// Draft only while that is faster, as measured ([`Pace`](crate::pace::Pace)). An engine that runs
+    /// ahead drafts always: it is made for devices on which eight rows cost little more than one.
+    pub adapt: bool,
 }
 
 impl Default for EngineOptions {
     fn default() -> EngineOptions {
-        EngineOptions { context: 4096, slots: 1, chunk: 512, host_block: 8, ahead: false }
+        EngineOptions {
+            context: 4096,
+            slots: 1,
+            chunk: 512,
+            host_block: 8,
+            ahead: false,
+            adapt: false,
+        }
     }
 }
 
@@ -333,15 +343,27 @@ impl<D: Device> Engine<D> {
         self.options.ahead && !matches!(self.drafter, Drafter::Host(_))
     }
 
+    /// Whether rounds draft only while that is faster.
+    pub(crate) fn adapts(&self) -> bool {
+        self.options.adapt && !self.may_run_ahead() && !matches!(self.drafter, Drafter::None)
+    }
+
     /// Rounds of a slot submitted and not received.
     pub fn in_flight(&self, slot: u32) -> usize {
         self.pipeline.in_flight(slot)
     }
 
     /// Submits rounds of a lane whose last token, not yet in the cache, is `anchor`, until `depth` are
-    /// in flight. After the first, the device goes on from where the round before left the lane.
-    pub fn submit(&mut self, lane: &Lane, anchor: u32, depth: usize) -> Result<(), EngineError> {
-        crate::round::submit_until(self, lane, anchor, depth)
+    /// in flight. After the first, the device goes on from where the round before left the lane, and
+    /// does as that round did; the first drafts if `draft` says so and there is a drafter.
+    pub fn submit(
+        &mut self,
+        lane: &Lane,
+        anchor: u32,
+        depth: usize,
+        draft: bool,
+    ) -> Result<(), EngineError> {
+        crate::round::submit_until(self, lane, anchor, depth, draft)
     }
 
     /// Waits for a lane's oldest round in flight, and moves the lane as the device did.

@@ -22,7 +22,7 @@ const CREDIBLE: f64 = 2.0;
 
 /// The two kinds of rounds, timed.
 #[derive(Clone, Debug)]
-pub struct Pace {
+pub(crate) struct Pace {
     plain: Mean,
     drafted: Mean,
     /// Tokens of a drafted round.
@@ -48,12 +48,12 @@ impl Default for Pace {
 
 impl Pace {
     /// Whether the next round should draft.
-    pub fn drafts(&self) -> bool {
+    pub(crate) fn drafts(&self) -> bool {
         self.drafting != (self.in_try > 0)
     }
 
     /// Takes note of a round that took `seconds` and emitted `tokens`.
-    pub fn took(&mut self, drafted: bool, seconds: f64, tokens: usize) {
+    pub(crate) fn took(&mut self, drafted: bool, seconds: f64, tokens: usize) {
         if drafted {
             self.drafted.add(seconds);
             self.tokens.add(tokens as f64);

@@ -73,10 +73,15 @@ impl Pipeline {
 /// The device moves the lane itself, so a round may follow another whose result was not read: then
 /// `lane` and `anchor` are not looked at. The host writes only where a lane begins or was moved by hand,
 /// and the proposals of a drafter of its own.
-fn submit<D: Device>(e: &mut Engine<D>, lane: &Lane, anchor: u32) -> Result<(), EngineError> {
+fn submit<D: Device>(
+    e: &mut Engine<D>,
+    lane: &Lane,
+    anchor: u32,
+    draft: bool,
+) -> Result<(), EngineError> {
     if e.pipeline.on_device(lane.slot) == 0 {
         park(e)?;
-        begin(e, lane, anchor);
+        begin(e, lane, anchor, draft);
     }
     let rows = e.pipeline.rows;
     let lanes = e.lanes(rows);
@@ -85,7 +90,7 @@ fn submit<D: Device>(e: &mut Engine<D>, lane: &Lane, anchor: u32) -> Result<(), 
     let key = (rows as u64) << 1 | u64::from(draft.is_some());
 
     dev.replay(key, &mut |dev| {
-        if let Some((draft, draft_state)) = draft {
+        if let Some((draft, draft_state)) = draft.filter(|_| rows > 1) {
             model::draft_block(dev, draft, target, draft_state, lanes);
             dev.run(&buffers.top_k(draft_state, target, lanes));
             dev.run(&buffers.propose(draft, draft_state, target, scratch.ids, lanes));
@@ -108,11 +113,12 @@ pub(crate) fn submit_until<D: Device>(
     lane: &Lane,
     anchor: u32,
     depth: usize,
+    draft: bool,
 ) -> Result<(), EngineError> {
     // With a parked round, `lane` is not where the device left it: that round comes first.
     let parked = e.pipeline.in_flight(lane.slot) > e.pipeline.on_device(lane.slot);
     while !parked && e.pipeline.on_device(lane.slot) < depth {
-        submit(e, lane, anchor)?;
+        submit(e, lane, anchor, draft)?;
     }
     Ok(())
 }
@@ -156,11 +162,12 @@ fn take<D: Device>(e: &mut Engine<D>) -> Result<Round, EngineError> {
 }
 
 /// Makes the device hold the lane's step, the anchor, and what a drafter on the host proposes.
-fn begin<D: Device>(e: &mut Engine<D>, lane: &Lane, anchor: u32) {
+fn begin<D: Device>(e: &mut Engine<D>, lane: &Lane, anchor: u32, draft: bool) {
     let mut ids = [anchor; Accept::MAX_ROWS];
     let block = e.block();
     let rows = match &mut e.drafter {
         Drafter::None => 1,
+        _ if !draft => 1,
         Drafter::DFlash => block,
         Drafter::Host(drafter) => {
             let count = drafter.propose(&mut ids[1..block]);

@@ -94,6 +94,8 @@ pub struct Sampler {
     pub logit_bias: Vec<LogitBias>,
     /// The request's, or a fresh one. Reported, so that any answer can be repeated.
     pub seed: u64,
+    /// Whether the request chose the seed, to get the same text again.
+    pub seeded: bool,
     /// How proposals are accepted.
     pub rule: Rule,
     /// Options of the request that change nothing here, to be named in the answer.
@@ -167,6 +169,7 @@ impl SamplingOptions {
             )?,
             logit_bias: biases(&self.logit_bias, vocab)?,
             seed: self.seed.unwrap_or_else(fresh_seed),
+            seeded: self.seed.is_some(),
             rule,
             without_effect: self.without_effect(rule),
         })
@@ -201,6 +204,12 @@ impl SamplingOptions {
 }
 
 impl Sampler {
+    /// Whether the engine may decide from round to round, by the clock, what is proposed: not where
+    /// that would change a text that the request asked to get again.
+    pub(crate) fn may_adapt(&self) -> bool {
+        !self.seeded || matches!(self.rule, Rule::Greedy | Rule::Invariant)
+    }
+
     /// The sampler of choice `n` of a request for several: the first is the request's own, the
     /// others have seeds of their own that follow from it.
     #[must_use]

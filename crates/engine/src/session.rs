@@ -6,6 +6,7 @@ use model::Lane;
 use ops::{Device, MAX_STOPS};
 
 use crate::engine::{Engine, EngineError};
+use crate::pace::Pace;
 use crate::sampler::{Bounds, Sampler};
 
 /// Why an answer ended.
@@ -89,6 +90,7 @@ pub struct Session {
     request: Option<Request>,
     started: Instant,
     stats: Stats,
+    pace: Pace,
 }
 
 impl Session {
@@ -103,6 +105,7 @@ impl Session {
             request: None,
             started: Instant::now(),
             stats: Stats::default(),
+            pace: Pace::default(),
         }
     }
 
@@ -180,7 +183,9 @@ impl Session {
         let ahead = engine.may_run_ahead() && request.stop_tokens.len() <= MAX_STOPS;
         // A round emits at least one token, so `left` rounds surely end the answer.
         let depth = left.min(if ahead { 2 } else { 1 });
-        let submitted = engine.submit(&self.lane, self.anchor, depth);
+        let adapts = engine.adapts() && request.sampler.may_adapt();
+        let draft = !adapts || self.pace.drafts();
+        let submitted = engine.submit(&self.lane, self.anchor, depth, draft);
         let round = submitted.and_then(|()| engine.receive(&mut self.lane)).and_then(|round| {
             let pos = self.lane.pos;
             if round.degenerate { Err(EngineError::Degenerate { pos }) } else { Ok(round) }
@@ -196,7 +201,11 @@ impl Session {
             return Ok((&[], Some(FinishReason::Context)));
         }
         let stats = &mut self.stats;
-        stats.decode += start.elapsed();
+        let took = start.elapsed();
+        if adapts {
+            self.pace.took(round.proposed > 0, took.as_secs_f64(), emitted.len());
+        }
+        stats.decode += took;
         stats.rounds += 1;
         stats.proposed += round.proposed;
         stats.accepted += emitted.len() - 1;

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{How, Scripted, With, answer, engine, greedy, prompts, request, sampler};
+use common::{How, Scripted, With, answer, engine, engine_with, greedy, prompts, request, sampler};
 use engine::ngram::Ngram;
-use engine::{Engine, Request, Rule, SamplingOptions, Session};
+use engine::{Engine, EngineOptions, Request, Rule, SamplingOptions, Session};
 use ops::Host;
 
 /// Tokens of each answer: 256 in the full run, fewer by default to keep the suite short.
@@ -187,5 +187,29 @@ fn limits_hold_to_the_token() {
     for max in 1..=24 {
         let (tokens, _) = fresh(&mut e, request(prompt, max, greedy()));
         assert_eq!(tokens, whole[..max.min(whole.len())], "max_tokens {max}");
+    }
+}
+
+#[test]
+fn which_rounds_draft_changes_no_token() {
+    let options = EngineOptions { context: 2048, adapt: true, ..EngineOptions::default() };
+    let mut adapting = engine_with(With::DFlash, options);
+    let mut plain = engine(With::None);
+    let seeded = sampler(SamplingOptions {
+        temperature: Some(0.7),
+        seed: Some(3),
+        ..SamplingOptions::default()
+    });
+    for prompt in &prompts(3)[1..] {
+        for make in [&greedy(), &seeded] {
+            let request = request(prompt, 64, make.clone());
+            let (want, _) = fresh(&mut plain, request.clone());
+            let mut session = Session::new(0);
+            let (got, rounds) = answer(&mut adapting, &mut session, request);
+            assert_eq!(got, want);
+            // The first rounds try both kinds, so neither can have been left out.
+            let proposed = session.stats().proposed;
+            assert!(rounds < 13 || (proposed > 0 && proposed < 7 * rounds), "{proposed}");
+        }
     }
 }
