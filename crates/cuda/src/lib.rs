@@ -35,7 +35,7 @@ use crate::staging::Staging;
 use crate::stamps::Stamps;
 
 /// How a card is opened.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// Which card, in the driver's order.
     pub ordinal: usize,
@@ -119,6 +119,16 @@ impl Cuda {
     /// What plans depend on.
     pub fn card(&self) -> &Card {
         &self.gpu.card
+    }
+
+    /// Compiles the kernels of these launches, on all cores, unless the cache has them.
+    ///
+    /// # Errors
+    /// The compiler's log.
+    pub fn prepare(&mut self, launches: &[Launch]) -> Result<(), DeviceError> {
+        let failed = |why| DeviceError::Op { op: "compile", why };
+        self.gpu.enter().map_err(|e| failed(explain(e)))?;
+        self.kernels.prepare(&self.gpu.card, launches).map_err(failed)
     }
 
     /// Bytes of device memory held.

@@ -266,6 +266,30 @@ impl<D: Device> Engine<D> {
         }
     }
 
+    /// Runs on `dev` every kind of op that this engine will run: of a prefill pass, whole and at its
+    /// smallest, and of a round with the drafter and without.
+    pub fn rehearse(&self, dev: &mut dyn Device) {
+        let (target, s) = (&self.target, &self.scratch);
+        for rows in [self.options.chunk, PAGE_TOKENS, 1] {
+            let lanes = self.lanes(rows);
+            model::forward(dev, target, &self.state, s, lanes, Commit::Immediate, 0..0);
+            if let Some((draft, state)) = &self.draft {
+                model::draft_context(dev, draft, state, s.features, lanes);
+            }
+        }
+        for rows in [self.block, 1] {
+            let lanes = self.lanes(rows);
+            model::forward(dev, target, &self.state, s, lanes, Commit::Deferred, 0..rows);
+            if let Some((draft, state)) = self.draft.as_ref().filter(|_| rows == self.block) {
+                model::draft_context(dev, draft, state, s.features, lanes);
+                model::draft_block(dev, draft, target, state, lanes);
+                dev.run(&self.buffers.top_k(state, target, lanes));
+                dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes));
+            }
+            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, lanes));
+        }
+    }
+
     /// Bytes per second at which the device reads the weights, measured now.
     pub fn read_bandwidth(&mut self) -> f64 {
         let target = self.target.pass_weights();

@@ -28,6 +28,10 @@ pub struct Trace<D> {
     pub inner: D,
     /// What was run, by op name, up to the last `sync` or `receive`.
     pub ops: BTreeMap<&'static str, OpCount>,
+    /// Whether ops are timed; if not, the device works as without this.
+    pub stamping: bool,
+    /// Whether replayed sequences are recorded; if not, their ops are enqueued one by one each time.
+    pub recording: bool,
     stamped: Log,
     recorded: HashMap<u64, Log>,
 }
@@ -40,7 +44,7 @@ impl<D: Device> Trace<D> {
     /// Starts with empty counters.
     pub fn new(inner: D) -> Trace<D> {
         let (ops, recorded) = (BTreeMap::new(), HashMap::new());
-        Trace { inner, ops, stamped: Log::new(), recorded }
+        Trace { inner, ops, stamping: true, recording: true, stamped: Log::new(), recorded }
     }
 
     /// Adds up what was stamped since the last time.
@@ -93,7 +97,11 @@ impl<D: Device> Device for Trace<D> {
     }
 
     fn run(&mut self, op: &dyn Op) {
-        stamped(&mut self.inner, &mut self.stamped, op);
+        if self.stamping {
+            stamped(&mut self.inner, &mut self.stamped, op);
+        } else {
+            self.inner.run(op);
+        }
     }
 
     fn publish(&mut self, buf: Buf) {
@@ -107,8 +115,15 @@ impl<D: Device> Device for Trace<D> {
     }
 
     fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        if !self.recording {
+            return body(self);
+        }
+        if !self.stamping {
+            return self.inner.replay(key, body);
+        }
         let log = self.recorded.entry(key).or_default();
-        self.inner.replay(key, &mut |dev| {
+        // Another recording than the one without stamps.
+        self.inner.replay(key ^ 1 << 63, &mut |dev| {
             log.clear();
             dev.stamp();
             dev.stamp();

@@ -11,9 +11,9 @@ mod corrupt;
 mod devices;
 
 pub use corrupt::Corrupt;
-#[cfg(feature = "cases")]
-pub use devices::all_cases;
 pub use devices::{Case, Skip, WithDevice, on_each_device, register, skipped};
+#[cfg(feature = "cases")]
+pub use devices::{all_cases, plans};
 
 use half::bf16;
 
