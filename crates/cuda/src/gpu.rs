@@ -137,10 +137,6 @@ impl Pinned {
         self.bytes
     }
 
-    pub(crate) fn ptr(&self) -> *mut u8 {
-        self.ptr
-    }
-
     /// The memory.
     ///
     /// # Safety

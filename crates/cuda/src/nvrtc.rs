@@ -152,8 +152,7 @@ impl Nvrtc {
         let mut program: Program = std::ptr::null_mut();
         // SAFETY: strings outlive the program, which is destroyed below.
         unsafe {
-            let made =
-                (self.create)(&mut program, text.as_ptr(), name.as_ptr(), 0, null(), null());
+            let made = (self.create)(&mut program, text.as_ptr(), name.as_ptr(), 0, null(), null());
             if made != 0 {
                 return Err(self.words(made));
             }

@@ -152,6 +152,13 @@ impl Act {
         }
     }
 
+    /// The define `ACT_BF16` of kernels that read or write these rows.
+    pub(crate) fn define(&self, op: &'static str) -> Result<(&'static str, i64), Unsupported> {
+        let quantised = self.dtype == ActDtype::I8;
+        Unsupported::unless(!quantised, op, || "int8 activations on CUDA".into(), "bf16 or f32")?;
+        Ok(("ACT_BF16", i64::from(self.dtype == ActDtype::Bf16)))
+    }
+
     /// The geometry that every op with an activation output shares.
     pub(crate) fn check(&self, op: &'static str, rows: usize) -> Result<(), Unsupported> {
         let groups = self.dtype != ActDtype::I8 || self.width.is_multiple_of(ACT_GROUP);

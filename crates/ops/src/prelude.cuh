@@ -72,6 +72,48 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// Activation rows (`Act` in act.rs): bf16 or f32, chosen by the define ACT_BF16 of a launch.
+template <int BF16> __device__ __forceinline__ float act_load(const void* row, u32 i) {
+    if constexpr (BF16) return bf16_to_f32(((const u16*)row)[i]);
+    else return ((const float*)row)[i];
+}
+template <int BF16> __device__ __forceinline__ void act_store(void* row, u32 i, float x) {
+    if constexpr (BF16) ((u16*)row)[i] = f32_to_bf16(x);
+    else ((float*)row)[i] = x;
+}
+// Four neighbours; i is a multiple of 4.
+template <int BF16> __device__ __forceinline__ float4 act_load4(const void* row, u32 i) {
+    if constexpr (BF16) {
+        uint2 w = *(const uint2*)((const u16*)row + i);
+        return make_float4(__uint_as_float(w.x << 16), __uint_as_float(w.x & 0xffff0000u),
+                           __uint_as_float(w.y << 16), __uint_as_float(w.y & 0xffff0000u));
+    } else {
+        return *(const float4*)((const float*)row + i);
+    }
+}
+template <int BF16> __device__ __forceinline__ void act_store4(void* row, u32 i, float4 x) {
+    if constexpr (BF16)
+        *(uint2*)((u16*)row + i) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+    else
+        *(float4*)((float*)row + i) = x;
+}
+
+// The lane that `row` of a pass belongs to; `count` for none. All threads of a warp ask for one row.
+__device__ __forceinline__ u32 lane_of(const LaneStep* steps, u32 count, u32 row) {
+    for (u32 first = 0; first < count; first += 32) {
+        u32 l = first + threadIdx.x % 32;
+        bool mine = l < count && row - steps[l].row0 < steps[l].rows;
+        u32 found = __ballot_sync(WARP_ALL, mine);
+        if (found) return first + __ffs(found) - 1;
+    }
+    return count;
+}
+
+// x / (1 + e^-x); no overflow at either end.
+__device__ __forceinline__ float silu(float x) {
+    return x / (1.0f + expf(-x));
+}
+
 // 2^x, to two units in the last place; subnormal results are kept.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -177,4 +219,3 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}

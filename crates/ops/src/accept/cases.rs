@@ -7,9 +7,7 @@ use crate::{
     SamplerParams, TOKEN_IN_PROMPT,
 };
 
-crate::testing::cases!(
-    agrees_with_the_definition,
-);
+crate::testing::cases!(agrees_with_the_definition,);
 
 fn greedy() -> SamplerParams {
     SamplerParams::default()

@@ -73,6 +73,11 @@ pub trait Device {
     /// Enqueues an op.
     fn run(&mut self, op: &dyn Op);
 
+    /// Enqueues everything that `body` enqueues. `body` may only run ops, zero and copy, and must do the
+    /// same for the same `key`: a device may record it at the first call, for which it may run `body`
+    /// more than once, and submit the recording as a whole from then on.
+    fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device));
+
     /// Bytes per second at which this device reads these buffers, measured now. 0 if unknown.
     fn read_bandwidth(&mut self, of: &[Buf]) -> f64;
 

@@ -4,10 +4,7 @@ use crate::linear::samples::{Kind, sample};
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, DryRun, Embed, Op};
 
-crate::testing::cases!(
-    rows_are_the_checkpoint_s,
-    a_row_does_not_depend_on_its_neighbours,
-);
+crate::testing::cases!(rows_are_the_checkpoint_s, a_row_does_not_depend_on_its_neighbours,);
 
 fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize) -> Embed {
     let table = sample(b, kind, n, k).weight(b);

@@ -1,8 +1,8 @@
 //! Launches on an NVIDIA card.
 
 use super::{Commit, GdnPrepare};
-use crate::{Op, Unsupported};
 use crate::kernel::{Launch, Plan, Source};
+use crate::{Op, Unsupported};
 
 const SOURCE: Source = Source { name: "gdn_prepare/kernel.cu", text: include_str!("kernel.cu") };
 const WARPS: usize = 4;

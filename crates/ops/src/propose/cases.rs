@@ -3,9 +3,7 @@
 use crate::testing::{Builder, Tolerance, conformance};
 use crate::{LaneStep, Lanes, ONE, Op, Proposals, Propose, Rule, SamplerParams, Selector, random};
 
-crate::testing::cases!(
-    agrees_with_the_definition,
-);
+crate::testing::cases!(agrees_with_the_definition,);
 
 struct Case<'a> {
     /// One step and parameters for each lane.

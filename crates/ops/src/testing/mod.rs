@@ -9,9 +9,9 @@
 
 mod devices;
 
-pub use devices::{Case, Skip, WithDevice, on_each_device, register, skipped};
 #[cfg(feature = "cases")]
 pub use devices::all_cases;
+pub use devices::{Case, Skip, WithDevice, on_each_device, register, skipped};
 
 use half::bf16;
 
