@@ -15,9 +15,11 @@
 //! Source: arXiv 2205.14135 (online softmax), 2311.01282 (split along the keys).
 
 mod block;
+mod cuda;
 mod host;
 
 use crate::geometry::elements_fit;
+use crate::kernel::{Card, Plan};
 use crate::{Bindings, Buf, Cost, Cpu, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
 
 /// Pages of one split: the part of a row's keys that is summed on its own and then merged.
@@ -170,6 +172,10 @@ impl Op for Attention {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 
