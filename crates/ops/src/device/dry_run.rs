@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::device::{Device, DeviceError, DeviceInfo};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo};
 use crate::{ActDtype, Buf, Cost, Op, Unsupported};
 
 /// What one kind of op adds up to.
@@ -82,8 +82,25 @@ impl Device for DryRun {
         counted.cost += op.cost();
     }
 
+    fn publish(&mut self, _: Buf) {}
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        out.fill(0);
+        Ok(())
+    }
+
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         body(self);
+    }
+
+    fn stamp(&mut self) {}
+
+    fn stamps(&mut self) -> Vec<f64> {
+        Vec::new()
+    }
+
+    fn counters(&self) -> Counters {
+        Counters::default()
     }
 
     fn read_bandwidth(&mut self, _: &[Buf]) -> f64 {

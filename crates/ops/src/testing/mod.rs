@@ -22,6 +22,7 @@ use crate::{
 
 /// Lists the functions of a case file that run on every device. Each of them is also a test of the
 /// CPU: `#[cfg_attr(test, test)]`.
+#[cfg(any(test, feature = "cases"))]
 macro_rules! cases {
     ($($name:ident),* $(,)?) => {
         #[cfg(feature = "cases")]
@@ -29,6 +30,7 @@ macro_rules! cases {
             &[$((stringify!($name), $name as fn())),*];
     };
 }
+#[cfg(any(test, feature = "cases"))]
 pub(crate) use cases;
 
 const GUARD: usize = 256;
