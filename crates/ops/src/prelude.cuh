@@ -113,3 +113,117 @@ __device__ __forceinline__ u32 lane_of(const LaneStep* steps, u32 count, u32 row
 __device__ __forceinline__ float silu(float x) {
     return x / (1.0f + expf(-x));
 }
+
+// 2^x, to two units in the last place; subnormal results are kept.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two halves in a word: lo in the lower half. Values beyond the range become the largest half.
+__device__ __forceinline__ u32 pack_f16(float lo, float hi) {
+    u32 w;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+    return w;
+}
+
+// ---- Shared memory ----------------------------------------------------------------------------
+
+// The address that instructions on shared memory take.
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+// Four 8x8 matrices of 16-bit elements; lane 8i + r gives the address of row r of matrix i. Lane 4g + t
+// gets elements 2t and 2t + 1 of row g; transposed: rows 2t and 2t + 1 of column g.
+__device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// `__syncthreads` for `threads` of the block's threads. Barrier 0 is that of `__syncthreads`.
+__device__ __forceinline__ void barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// 16 bytes from global to shared memory in the background; of `bytes` < 16, the rest is zeros.
+__device__ __forceinline__ void copy16(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until at most N of the thread's groups of copies are not done.
+template <int N>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// Barriers in shared memory: 8 bytes each. A phase ends when `count` arrivals and all announced
+// bytes are there.
+__device__ __forceinline__ void phase_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+// After `phase_init`, before other threads and copies use the barriers.
+__device__ __forceinline__ void phase_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void phase_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void phase_arrive_expecting(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+                 : "memory");
+}
+// Until the phase of this parity is over.
+__device__ __forceinline__ void phase_wait(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+// Bytes from global to shared memory by the copy engine; counted by `bar`. Multiples of 16.
+__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(bar)
+        : "memory");
+}
+#endif
+
+// ---- Matrix units -----------------------------------------------------------------------------
+
+// d (16x8) += a (16x16) b (16x8). Lane 4g + t holds of d: rows g and g + 8 (elements 0, 1 and 2, 3),
+// columns 2t and 2t + 1; of a: words (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); of b: words (2t, g)
+// and (2t + 8, g), two neighbours along the sum in a word.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Between this thread's accesses to shared memory and the copy engine's or a matrix unit's later ones.
+__device__ __forceinline__ void fence_shared_async() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}

@@ -2,8 +2,11 @@
 
 use super::SPLIT_PAGES;
 use crate::simd::Isa;
-use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{Attention, Buf, Device, Host, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS};
+use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
+use crate::{
+    Attention, Buf, Device, DeviceError, Host, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS,
+    Unsupported,
+};
 
 crate::testing::cases!(
     head_maps_and_dims,
@@ -14,6 +17,8 @@ crate::testing::cases!(
     equal_scores_average_the_values,
     the_largest_score_takes_all,
     a_row_does_not_depend_on_its_neighbours,
+    bits_do_not_depend_on_scratch,
+    poison_stays_where_it_is_seen,
 );
 
 #[derive(Clone, Copy, Debug)]
@@ -106,9 +111,10 @@ fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
 }
 
 fn check(shape: Shape, list: &[Lane]) {
-    conformance(&format!("attention {shape:?} {list:?}"), Tolerance::relative(5e-6), |b| {
-        build(b, shape, list)
-    });
+    // Tensor cores take queries and weights as bf16.
+    let tolerance = Tolerance::relative(5e-6).elsewhere(1.0 / 128.0);
+    let label = format!("attention {shape:?} {list:?}");
+    conformance(&label, tolerance, |b| build(b, shape, list));
 }
 
 const SPLIT: u32 = (SPLIT_PAGES * PAGE_TOKENS) as u32;
@@ -219,35 +225,63 @@ fn a_row_does_not_depend_on_its_neighbours() {
     }
 }
 
-/// Runs on a fresh SIMD host and returns the output's bits.
-fn bits(isa: Isa, threads: usize, build: impl Fn(&mut Builder) -> Attention) -> Vec<u32> {
-    let mut host = Host::new(isa, threads);
-    let op = build(&mut Builder::new(&mut host));
-    host.run(&op);
-    host.sync().unwrap();
-    host.mem().get::<u32>(op.out).to_vec()
+/// Runs an op and returns the output's bits.
+fn bits(
+    dev: &mut dyn Device,
+    build: impl Fn(&mut Builder) -> Attention,
+) -> Result<Vec<u32>, Unsupported> {
+    let op = build(&mut Builder::new(dev));
+    dev.run(&op);
+    match dev.sync() {
+        Err(DeviceError::Unsupported(why)) => return Err(why),
+        other => other.expect("the op"),
+    }
+    let mut bits = vec![0; op.out.bytes / 4];
+    dev.read(op.out, bytemuck::cast_slice_mut(&mut bits));
+    Ok(bits)
+}
+
+/// Several splits, and lanes of different lengths.
+fn long_lists() -> [Vec<Lane>; 2] {
+    [vec![lane(0, 9 * SPLIT + 3, 8)], vec![lane(1, 700, 2), lane(0, 2000, 20)]]
+}
+
+fn with_scratch(list: &[Lane], fraction: usize) -> impl Fn(&mut Builder) -> Attention {
+    move |b: &mut Builder| {
+        let shape = Shape { heads: 8, kv_heads: 2, dim: 48, ..SHAPE };
+        let op = build(b, shape, list);
+        let scratch = op.scratch.slice(0, op.scratch.bytes / 32 * fraction);
+        Attention { scratch, ..op }
+    }
 }
 
 /// Scratch for none, few or all splits, and 1 to 5 threads: prefill's way of sharing out the work,
 /// decode's, and decode's in several waves.
 #[test]
 fn bits_do_not_depend_on_the_sharing() {
-    for list in [vec![lane(0, 9 * SPLIT + 3, 8)], vec![lane(1, 700, 2), lane(0, 2000, 20)]] {
-        let shape = Shape { heads: 8, kv_heads: 2, dim: 48, ..SHAPE };
-        let with_scratch = |fraction: usize| {
-            let list = list.clone();
-            move |b: &mut Builder| {
-                let op = build(b, shape, &list);
-                let scratch = op.scratch.slice(0, op.scratch.bytes / 32 * fraction);
-                Attention { scratch, ..op }
-            }
+    for list in long_lists() {
+        let run = |isa, threads, fraction| {
+            bits(&mut Host::new(isa, threads), with_scratch(&list, fraction)).expect("the CPU")
         };
-        let want = bits(Isa::Portable, 1, with_scratch(0));
+        let want = run(Isa::Portable, 1, 0);
         for threads in [1, 2, 5] {
             for fraction in [0, 3, 5, 32] {
-                assert!(bits(Isa::detect(), threads, with_scratch(fraction)) == want);
+                assert!(run(Isa::detect(), threads, fraction) == want);
             }
         }
+    }
+}
+
+#[cfg_attr(test, test)]
+fn bits_do_not_depend_on_scratch() {
+    for list in long_lists() {
+        on_each_device("attention with little scratch", |label, dev| {
+            let want = bits(dev, with_scratch(&list, 32))?;
+            for fraction in [0, 3, 5] {
+                assert!(bits(dev, with_scratch(&list, fraction))? == want, "{label}: {fraction}");
+            }
+            Ok(())
+        });
     }
 }
 
@@ -282,7 +316,7 @@ fn prefill_equals_decode() {
 }
 
 /// NaN in one lane's keys and values spoils that lane's rows that see it, and nothing else.
-#[test]
+#[cfg_attr(test, test)]
 fn poison_stays_where_it_is_seen() {
     let (list, bad) = ([lane(0, 70, 4), lane(1, 100, 4)], 72);
     let shape = Shape { heads: 4, kv_heads: 2, dim: 32, ..SHAPE };
@@ -297,19 +331,20 @@ fn poison_stays_where_it_is_seen() {
         }
         op
     };
-    for isa in Isa::available() {
-        let clean = bits(isa, 2, |b| spoiled(b, false));
-        let dirty = bits(isa, 2, |b| spoiled(b, true));
+    on_each_device("attention with poison", |label, dev| {
+        let clean = bits(dev, |b| spoiled(b, false))?;
+        let dirty = bits(dev, |b| spoiled(b, true))?;
         let rows = clean.chunks_exact(128).zip(dirty.chunks_exact(128)).enumerate();
         for (row, (clean, dirty)) in rows {
             // Rows 2 and 3 stand at positions 72 and 73.
             if row == 2 || row == 3 {
-                assert!(dirty.iter().all(|&x| f32::from_bits(x).is_nan()), "row {row}");
+                assert!(dirty.iter().all(|&x| f32::from_bits(x).is_nan()), "{label}: row {row}");
             } else {
-                assert_eq!(clean, dirty, "row {row}");
+                assert_eq!(clean, dirty, "{label}: row {row}");
             }
         }
-    }
+        Ok(())
+    });
 }
 
 #[test]

@@ -15,9 +15,11 @@
 //! Source: arXiv 2205.14135 (online softmax), 2311.01282 (split along the keys).
 
 mod block;
+mod cuda;
 mod host;
 
 use crate::geometry::elements_fit;
+use crate::kernel::{Card, Plan};
 use crate::{
     Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported,
 };
@@ -54,10 +56,12 @@ pub struct Attention {
 impl Attention {
     /// Scratch for passes of up to `rows` rows that shall run in parallel along their keys: the rows
     /// of a verify block times the lanes that run together. `heads` query heads of `head_dim`
-    /// elements. More rows, or no scratch at all, also work: they run with less of this
+    /// elements. A single block gets room for 33,000 keys to run side by side, many lanes for 9,000
+    /// each. More rows or keys, or no scratch at all, also work: they run with less of this
     /// parallelism, and give the same bits.
     pub fn scratch_bytes(rows: usize, heads: usize, head_dim: usize) -> usize {
-        rows * heads * (host::TOTAL_BYTES + host::SPLITS_AT_ONCE * host::partial_bytes(head_dim))
+        let splits = (1056 / rows.max(1)).clamp(36, 132);
+        rows * heads * (host::TOTAL_BYTES + splits * host::partial_bytes(head_dim))
     }
 
     /// Bytes and flops of one run whose lanes end at position `end` each, which the op itself can't
@@ -172,6 +176,10 @@ impl Op for Attention {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

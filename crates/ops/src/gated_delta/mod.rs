@@ -23,10 +23,12 @@
 //! Numerics: the state is rounded to f32 once a row, and so is what leaves the op (`out`, d). SIMD
 //! sums a column over even and odd key rows, then adds the two; the reference sums in f64.
 
+mod cuda;
 mod host;
 
 use crate::gdn_prepare::{Commit, GdnGeometry, HeadMap};
 use crate::geometry::{f32_bytes, holds, records};
+use crate::kernel::{Card, Plan};
 use crate::{Bindings, Buf, Cost, Cpu, LaneStep, Lanes, Mem, Op, Unsupported};
 
 /// Columns of a state tile.
@@ -188,6 +190,10 @@ impl Op for GatedDelta {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, _card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, plan)
     }
 }
 

@@ -16,9 +16,11 @@
 //! Numerics: f32; taps in ascending order by fused multiply-adds; an l2 norm sums squares over 16
 //! lanes, then a fixed tree. The reference sums in f64.
 
+mod cuda;
 mod host;
 
 use crate::geometry::{f32_bytes, holds, is, records};
+use crate::kernel::{Card, Plan};
 use crate::{Bindings, Buf, Cost, Cpu, LaneStep, Lanes, Mem, Op, Unsupported};
 
 /// Which key head a value head reads.
@@ -294,6 +296,10 @@ impl Op for GdnPrepare {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, _card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, plan)
     }
 }
 

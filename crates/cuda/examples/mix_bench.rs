@@ -1,0 +1,277 @@
+//! Times of the token-mixing ops at the 27B shape, next to the time that their bytes or flops need.
+//!
+//! `mix_bench [decode|gdn|prefill|…]`: the lines whose name contains one of the words.
+
+#![expect(clippy::disallowed_methods, reason = "an example picks its compiler by the environment")]
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use cuda::{Cuda, Options};
+use ops::{
+    Attention, Buf, Commit, Device, GatedDelta, GdnGeometry, GdnPrepare, HeadMap, KvPool, LaneStep,
+    Lanes, Op, PAGE_TOKENS,
+};
+
+const HEADS: usize = 24;
+const KV_HEADS: usize = 4;
+const DIM: usize = 256;
+const GDN: GdnGeometry = GdnGeometry {
+    key_heads: 16,
+    value_heads: 48,
+    key_dim: 128,
+    value_dim: 128,
+    head_map: HeadMap::Grouped,
+};
+const BLOCK: usize = 8;
+/// Bytes per second and flops per second that an H200 was measured to reach.
+const BANDWIDTH: f64 = 4.65e12;
+const MATRIX: f64 = 790e12;
+
+struct Bench {
+    dev: Cuda,
+    words: Vec<String>,
+    key: u64,
+}
+
+impl Bench {
+    fn wanted(&self, name: &str) -> bool {
+        self.words.is_empty() || self.words.iter().any(|w| name.contains(w.as_str()))
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Buf {
+        self.dev.alloc(bytes, "bench").expect("memory")
+    }
+
+    /// f32 in −1..1 times `scale`.
+    fn floats(&mut self, count: usize, scale: f32) -> Buf {
+        let buf = self.alloc(4 * count);
+        self.dev.upload(buf, 1 << 20, &|offset, part| {
+            for (i, x) in part.chunks_exact_mut(4).enumerate() {
+                x.copy_from_slice(&(scale * noise(offset / 4 + i)).to_le_bytes());
+            }
+        });
+        buf
+    }
+
+    /// bf16 in −1..1.
+    fn halves(&mut self, count: usize) -> Buf {
+        let buf = self.alloc(2 * count);
+        self.dev.upload(buf, 1 << 20, &|offset, part| {
+            for (i, x) in part.chunks_exact_mut(2).enumerate() {
+                x.copy_from_slice(&noise(offset / 2 + i).to_le_bytes()[2..]);
+            }
+        });
+        buf
+    }
+
+    fn pod<T: bytemuck::Pod>(&mut self, values: &[T]) -> Buf {
+        let buf = self.alloc(size_of_val(values));
+        self.dev.write(buf, bytemuck::cast_slice(values));
+        buf
+    }
+
+    fn lanes(&mut self, count: usize, rows: usize, pos: usize, pending: usize) -> Lanes {
+        let steps: Vec<LaneStep> = (0..count)
+            .map(|l| LaneStep {
+                row0: (l * rows) as u32,
+                rows: rows as u32,
+                pos: pos as u32,
+                slot: l as u32,
+                pending: pending as u32,
+                ..LaneStep::default()
+            })
+            .collect();
+        Lanes { step: self.pod(&steps), count, rows: count * rows, max_rows: rows }
+    }
+
+    /// Microseconds per op, median of seven; the ops run one after another in a graph.
+    fn time(&mut self, name: &str, ops: &[Box<dyn Op>], floor: f64) {
+        self.key += 1;
+        let key = self.key;
+        let mut run = |dev: &mut Cuda, times: usize| {
+            let start = Instant::now();
+            for _ in 0..times {
+                dev.replay(key, &mut |dev| ops.iter().for_each(|op| dev.run(&**op)));
+            }
+            if let Err(why) = dev.sync() {
+                println!("{name}: {why}");
+                return f64::NAN;
+            }
+            start.elapsed().as_secs_f64() * 1e6 / (times * ops.len()) as f64
+        };
+        if run(&mut self.dev, 1).is_nan() {
+            return;
+        }
+        let once = run(&mut self.dev, 1) * ops.len() as f64;
+        let times = (10_000.0 / once).clamp(1.0, 200.0) as usize;
+        let mut all: Vec<f64> = (0..7).map(|_| run(&mut self.dev, times)).collect();
+        all.sort_by(f64::total_cmp);
+        let (median, floor) = (all[3], floor * 1e6);
+        println!(
+            "{name:44} {median:9.2} us  floor {floor:8.2}  {:5.2}x  ({:.2} .. {:.2})",
+            median / floor,
+            all[0],
+            all[6]
+        );
+    }
+
+    fn attention(&mut self, name: &str, lanes: (usize, usize), pos: usize, layers: usize) {
+        if !self.wanted(name) {
+            return;
+        }
+        let (count, rows) = lanes;
+        let pages = (pos + rows).div_ceil(PAGE_TOKENS);
+        let pool = count * pages;
+        let table: Vec<u32> = (0..pool).map(|i| (i * 7919 % pool) as u32).collect();
+        let table = if pool.is_multiple_of(7919) { (0..pool as u32).collect() } else { table };
+        let table = self.pod(&table);
+        let lanes = self.lanes(count, rows, pos, 0);
+        let total = lanes.rows;
+        let scratch = self.alloc(Attention::scratch_bytes(total.min(128), HEADS, DIM));
+        let (q, out) = (self.floats(total * HEADS * DIM, 3.0), self.alloc(4 * total * HEADS * DIM));
+        let mut ops: Vec<Box<dyn Op>> = Vec::new();
+        for _ in 0..layers {
+            let elements = pool * KV_HEADS * PAGE_TOKENS * DIM;
+            let kv = KvPool {
+                keys: self.halves(elements),
+                values: self.halves(elements),
+                table,
+                max_pages: pages,
+                kv_heads: KV_HEADS,
+                head_dim: DIM,
+            };
+            let (heads, scale) = (HEADS, 1.0 / 16.0);
+            let op =
+                Attention { q, kv, out, scratch, lanes, heads, scale, causal: true, window: None };
+            ops.push(Box::new(op));
+        }
+        let bytes = (4 * DIM * KV_HEADS * count * (pos + rows) + 8 * total * HEADS * DIM) as f64;
+        let pairs = count as f64 * rows as f64 * (pos as f64 + (rows as f64 + 1.0) / 2.0);
+        let flops = 4.0 * pairs * (HEADS * DIM) as f64;
+        self.time(name, &ops, (bytes / BANDWIDTH).max(flops / MATRIX));
+        self.dev.reset().expect("a card that still answers");
+    }
+
+    fn gdn(
+        &mut self,
+        name: &str,
+        lanes: (usize, usize),
+        pending: usize,
+        commit: Commit,
+        layers: usize,
+    ) {
+        let names = [format!("{name} delta"), format!("{name} prepare")];
+        if !names.iter().any(|n| self.wanted(n)) {
+            return;
+        }
+        let (count, rows) = lanes;
+        let lanes = self.lanes(count, rows, 0, pending);
+        let (total, heads) = (lanes.rows, GDN.value_heads);
+        let (q, k) =
+            (self.floats(total * GDN.keys(), 0.015), self.floats(total * GDN.keys(), 0.15));
+        let (v, out) =
+            (self.floats(total * GDN.values(), 1.0), self.alloc(4 * total * GDN.values()));
+        let (g, beta) = (self.floats(total * heads, 0.01), self.floats(total * heads, 0.5));
+        let qkv = self.floats(total * GDN.channels(), 1.0);
+        let conv = self.floats(4 * GDN.channels(), 0.5);
+        let (decay, dt_bias) = (self.floats(heads, 1.0), self.floats(heads, 1.0));
+        let (mut delta, mut prepare): (Vec<Box<dyn Op>>, Vec<Box<dyn Op>>) =
+            (Vec::new(), Vec::new());
+        for _ in 0..layers {
+            let state = self.floats(count * GatedDelta::state_bytes(&GDN) / 4, 0.5);
+            let pending = self.floats(count * GatedDelta::pending_bytes(&GDN, BLOCK) / 4, 0.1);
+            let history = self.floats(count * GdnPrepare::history_bytes(&GDN, BLOCK) / 4, 1.0);
+            let geometry = GDN;
+            delta.push(Box::new(GatedDelta {
+                q,
+                k,
+                v,
+                g,
+                beta,
+                state,
+                pending,
+                out,
+                lanes,
+                geometry,
+                block: BLOCK,
+                commit,
+            }));
+            prepare.push(Box::new(GdnPrepare {
+                qkv,
+                a: g,
+                b: beta,
+                conv,
+                decay,
+                dt_bias,
+                history,
+                q,
+                k,
+                v: out,
+                g: self.alloc(4 * total * heads),
+                beta: self.alloc(4 * total * heads),
+                lanes,
+                geometry,
+                block: BLOCK,
+                commit,
+            }));
+        }
+        if self.wanted(&names[0]) {
+            // Chunked: products with the state, within a chunk of 64, and the state's update.
+            let flops =
+                2.0 * total as f64 * heads as f64 * (3.0 * 128.0 * 128.0 + 5.0 * 64.0 * 128.0);
+            let floor = (delta[0].cost().other_bytes as f64 / BANDWIDTH).max(flops / MATRIX);
+            self.time(&names[0], &delta, floor);
+        }
+        if self.wanted(&names[1]) {
+            let cost = prepare[0].cost();
+            self.time(
+                &names[1],
+                &prepare,
+                (cost.other_bytes + cost.weight_bytes) as f64 / BANDWIDTH,
+            );
+        }
+        self.dev.reset().expect("a card that still answers");
+    }
+}
+
+/// A pseudo-random number in −1..1.
+fn noise(i: usize) -> f32 {
+    let mut z = (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    (z >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
+
+fn main() {
+    let options = Options {
+        nvrtc: std::env::var_os("TH_NVRTC").map(PathBuf::from).into_iter().collect(),
+        cache: std::env::var_os("TH_CUBINS").map(PathBuf::from),
+        ..Options::default()
+    };
+    let dev = match Cuda::open(&options) {
+        Ok(dev) => dev,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    println!("{}", dev.info().name);
+    let mut bench = Bench { dev, words: std::env::args().skip(1).collect(), key: 0 };
+    for (lanes, rows) in [(1, 1), (1, 8), (4, 8), (16, 8)] {
+        for (pos, layers) in [(0, 16), (1000, 16), (8192, 8), (32_768, 4)] {
+            if lanes * pos <= 4 * 32_768 {
+                let name = format!("decode attention {lanes} x {rows} at {pos}");
+                bench.attention(&name, (lanes, rows), pos, layers);
+            }
+        }
+    }
+    for (lanes, rows, pending) in
+        [(1, 1, 1), (1, 8, 0), (1, 8, 4), (1, 8, 8), (4, 8, 4), (16, 8, 4)]
+    {
+        let name = format!("decode gdn {lanes} x {rows}, {pending} pending");
+        bench.gdn(&name, (lanes, rows), pending, Commit::Deferred, 48 / lanes.min(8));
+    }
+    for (rows, pos) in [(2048, 0), (2048, 6144), (2048, 30_720), (8192, 0)] {
+        bench.attention(&format!("prefill attention {rows} at {pos}"), (1, rows), pos, 2);
+    }
+    for rows in [64, 512, 2048, 8192] {
+        bench.gdn(&format!("prefill gdn {rows}"), (1, rows), 0, Commit::Immediate, 4);
+    }
+}

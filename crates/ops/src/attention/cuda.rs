@@ -1,0 +1,112 @@
+//! Launches on an NVIDIA card.
+
+use super::Attention;
+use crate::kernel::{Arg, Card, Launch, Plan, Source};
+use crate::{Op, PAGE_TOKENS, Unsupported};
+
+const SPLIT: Source = Source { name: "attention/split.cu", text: include_str!("split.cu") };
+
+/// Rows of the matrix products of one item of work: at most so many tiles of 16.
+const MAX_TILES: usize = 4;
+/// Warps of a block that compute.
+const WARPS: u32 = 8;
+
+pub(super) fn plan(op: &Attention, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+    op.check()?;
+    let split = Split::new(op, card)?;
+    split.push(op, card, plan);
+    Ok(())
+}
+
+/// How few rows are split along their keys: see `split.cu`.
+struct Split {
+    /// Rows of a lane that one item of work has.
+    rows: usize,
+    tiles: usize,
+    units: usize,
+    shared: u32,
+}
+
+impl Split {
+    fn new(op: &Attention, card: &Card) -> Result<Split, Unsupported> {
+        let (group, dim) = (op.heads / op.kv.kv_heads, op.kv.head_dim);
+        let shape = |max_tiles: usize| {
+            let rows = op.lanes.max_rows.max(1);
+            let most = (16 * max_tiles / group).max(1);
+            // As many rows to each item.
+            let rows = rows.div_ceil(rows.div_ceil(most));
+            let tiles = (rows * group).div_ceil(16);
+            let units = (card.shared as usize).saturating_sub(fixed_bytes(dim, tiles) + 128)
+                / (unit_bytes(dim) + 16);
+            (rows, tiles, units.min(8))
+        };
+        let (rows, tiles, units) = (1..=MAX_TILES)
+            .rev()
+            .map(shape)
+            .find(|&(_, tiles, units)| tiles <= MAX_TILES && units >= 2)
+            .ok_or_else(|| Unsupported {
+                op: op.name(),
+                what: format!("head_dim {dim} in {} bytes of shared memory", card.shared),
+                limit: "two pages".to_owned(),
+            })?;
+        let units = if card.arch >= 90 { units } else { 2 };
+        let shared = (fixed_bytes(dim, tiles) + 16 * units).next_multiple_of(128)
+            + units * unit_bytes(dim).next_multiple_of(128);
+        Ok(Split { rows, tiles, units, shared: shared as u32 })
+    }
+
+    fn push(&self, op: &Attention, card: &Card, plan: &mut Plan) {
+        let (kv, lanes, dim) = (op.kv, op.lanes, op.kv.head_dim);
+        let defines = [
+            ("HEADS", op.heads as i64),
+            ("KV_HEADS", kv.kv_heads as i64),
+            ("DIM", dim as i64),
+            ("CAUSAL", i64::from(op.causal)),
+            ("WINDOW", op.window.map_or(0, |w| w.min(u32::MAX as usize) as i64)),
+            ("ROWS", self.rows as i64),
+            ("TILES", self.tiles as i64),
+            ("UNITS", self.units as i64),
+            ("SHARED", i64::from(self.shared)),
+        ];
+        // What an item leaves in scratch: sums of values, a maximum and a sum for each row and head.
+        let item = 4 * (dim + 2) * self.rows * op.heads / kv.kv_heads;
+        let capacity = op.scratch.bytes / item & !1;
+        let capacity = Arg::U32(capacity.min(u32::MAX as usize - 1) as u32);
+        let count = Arg::U32(lanes.count as u32);
+        let scale = Arg::F32(op.scale * std::f32::consts::LOG2_E);
+        let args = [
+            op.q.into(),
+            kv.keys.into(),
+            kv.values.into(),
+            kv.table.into(),
+            lanes.step.into(),
+            op.out.into(),
+            op.scratch.into(),
+            count,
+            Arg::U32(kv.max_pages as u32),
+            capacity,
+            scale,
+        ];
+        // One more warp keeps the ring full where there is a copy engine.
+        let threads = 32 * (WARPS + u32::from(card.arch >= 90));
+        let blocks = [card.sms, 1, 1];
+        let launch = Launch::new(SPLIT, "split", &defines, blocks, threads, &args);
+        plan.push(launch.shared(self.shared));
+        let grid = [lanes.rows as u32, op.heads as u32, 1];
+        let args = [lanes.step.into(), op.out.into(), op.scratch.into(), count, capacity];
+        plan.push(Launch::new(SPLIT, "combine", &defines, grid, 64, &args));
+    }
+}
+
+/// Shared memory beside the ring: `Shared` in `split.cu`.
+fn fixed_bytes(dim: usize, tiles: usize) -> usize {
+    let quarter = dim / 8 + (24 - dim / 8 % 16) % 16;
+    let queries = (4 * 16 * tiles * (4 * quarter + 2)).next_multiple_of(16);
+    let weights = 16 * tiles * (2 * PAGE_TOKENS * 2 + 16);
+    queries + weights + 2 * 16 * tiles * 4 * WARPS as usize
+}
+
+/// Shared memory of one page of keys or values.
+fn unit_bytes(dim: usize) -> usize {
+    2 * PAGE_TOKENS * dim + 128
+}
