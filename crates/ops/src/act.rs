@@ -13,6 +13,8 @@ pub enum ActDtype {
     F32,
     /// f32, and beside it int8 with one [`ActGroup`] for each [`ACT_GROUP`] elements.
     I8,
+    /// bf16 only, rounded to nearest even: what tensor cores read. No CPU kernel reads or writes it.
+    Bf16,
 }
 
 /// What a kernel needs to know of [`ACT_GROUP`] consecutive int8 values `q`.
@@ -34,7 +36,8 @@ impl ActGroup {
 }
 
 /// Rows of activations, each row stored as
-/// `f32[width]`, then for [`ActDtype::I8`] `i8[width]` and `ActGroup[width / ACT_GROUP]`.
+/// `f32[width]`, then for [`ActDtype::I8`] `i8[width]` and `ActGroup[width / ACT_GROUP]`;
+/// for [`ActDtype::Bf16`] as `bf16[width]`.
 ///
 /// Quantisation of a group: `scale = max|x| / 127` (0 for an all-zero group), `q = round half to
 /// even (x / scale)`, computed as `x · (127 / max|x|)` in f32. A row is padded to a multiple of 64 bytes.
@@ -59,6 +62,7 @@ impl Act {
         match dtype {
             ActDtype::F32 => 4 * width,
             ActDtype::I8 => 5 * width + size_of::<ActGroup>() * (width / ACT_GROUP),
+            ActDtype::Bf16 => 2 * width,
         }
     }
 
@@ -83,7 +87,8 @@ impl Act {
     }
 }
 
-/// One row of an [`Act`], split into its parts. The last two are empty for [`ActDtype::F32`].
+/// One row of an [`Act`] on the CPU, split into its parts. The last two are empty for
+/// [`ActDtype::F32`].
 #[derive(Clone, Copy)]
 pub(crate) struct ActRow<'a> {
     pub(crate) x: &'a [f32],
@@ -99,7 +104,10 @@ pub(crate) struct ActRowMut<'a> {
 }
 
 impl Act {
+    /// # Panics
+    /// For bf16, which the CPU has no kernels for.
     fn parts(&self, row: usize) -> [Buf; 3] {
+        assert!(self.dtype != ActDtype::Bf16, "bf16 activation rows are for GPUs, not the CPU");
         let row = self.buf.rows(row, 1, self.row_bytes());
         let x = row.slice(0, 4 * self.width);
         if self.dtype == ActDtype::F32 {
@@ -131,7 +139,7 @@ impl Act {
         let [x, quants, groups] = self.parts(row);
         let record = size_of::<ActGroup>();
         let (quants, groups) = match self.dtype {
-            ActDtype::F32 => (quants, groups),
+            ActDtype::F32 | ActDtype::Bf16 => (quants, groups),
             ActDtype::I8 => (
                 quants.slice(start, len),
                 groups.slice(record * (start / ACT_GROUP), record * (len / ACT_GROUP)),
@@ -144,9 +152,16 @@ impl Act {
         }
     }
 
+    /// The define `ACT_BF16` of kernels that read or write these rows.
+    pub(crate) fn define(&self, op: &'static str) -> Result<(&'static str, i64), Unsupported> {
+        let quantised = self.dtype == ActDtype::I8;
+        Unsupported::unless(!quantised, op, || "int8 activations on CUDA".into(), "bf16 or f32")?;
+        Ok(("ACT_BF16", i64::from(self.dtype == ActDtype::Bf16)))
+    }
+
     /// The geometry that every op with an activation output shares.
     pub(crate) fn check(&self, op: &'static str, rows: usize) -> Result<(), Unsupported> {
-        let groups = self.dtype == ActDtype::F32 || self.width.is_multiple_of(ACT_GROUP);
+        let groups = self.dtype != ActDtype::I8 || self.width.is_multiple_of(ACT_GROUP);
         Unsupported::unless(groups, op, || format!("width {}", self.width), "multiples of 64")?;
         let fits = rows <= self.rows();
         Unsupported::unless(fits, op, || format!("{rows} rows"), "the activation buffer's rows")

@@ -58,3 +58,9 @@ impl Lanes {
 pub(crate) fn grain(chunk: usize, item: usize) -> usize {
     (chunk / item.max(1)).max(1)
 }
+
+/// Whether kernels may read and write these buffers 16 bytes at a time from their start: allocations
+/// of a card are aligned far beyond that.
+pub(crate) fn aligned(bufs: &[Buf]) -> bool {
+    bufs.iter().all(|buf| buf.offset.is_multiple_of(16))
+}

@@ -72,7 +72,7 @@ impl From<f32> for Arg {
 }
 
 /// A list of fixed capacity: plans are made without allocating.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct List<T, const N: usize> {
     items: [T; N],
     len: usize,

@@ -8,6 +8,11 @@
 //! lives in device buffers ([`LaneStep`]), never in an op's fields, so a recorded pass can be
 //! replayed.
 
+#![cfg_attr(
+    all(feature = "cases", not(test)),
+    allow(dead_code, unused_imports, reason = "case files also hold tests of the CPU alone")
+)]
+
 mod act;
 mod device;
 mod geometry;

@@ -7,6 +7,8 @@ use crate::{
     SamplerParams, TOKEN_IN_PROMPT,
 };
 
+crate::testing::cases!(agrees_with_the_definition,);
+
 fn greedy() -> SamplerParams {
     SamplerParams::default()
 }
@@ -494,7 +496,7 @@ fn random_case(b: &mut Builder, seed: u64, valid: usize, lanes: usize, max_rows:
     op
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for seed in 0..80 {
         let valid = [1, 2, 5, 31, 64, 65, 300, 777][seed as usize % 8];
@@ -506,6 +508,17 @@ fn agrees_with_the_definition() {
     for seed in 80..86 {
         conformance(&format!("accept {seed}"), Tolerance::exact(), |b| {
             random_case(b, seed, 6000, 2, 5)
+        });
+    }
+    for (seed, valid, lanes, max_rows) in [
+        (86, 12_345, 2, 3),
+        (87, 49_152, 1, 4),
+        (88, 248_320, 1, 3),
+        (89, 248_320, 2, 2),
+        (91, 1 << 20, 1, 2),
+    ] {
+        conformance(&format!("accept {seed}"), Tolerance::exact(), |b| {
+            random_case(b, seed, valid, lanes, max_rows)
         });
     }
 }

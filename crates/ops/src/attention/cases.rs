@@ -5,6 +5,17 @@ use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{Attention, Buf, Device, Host, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS};
 
+crate::testing::cases!(
+    head_maps_and_dims,
+    rows_and_edges,
+    several_lanes,
+    windows_and_blocks,
+    a_row_alone_returns_its_value,
+    equal_scores_average_the_values,
+    the_largest_score_takes_all,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 #[derive(Clone, Copy, Debug)]
 struct Lane {
     slot: u32,
@@ -102,7 +113,7 @@ fn check(shape: Shape, list: &[Lane]) {
 
 const SPLIT: u32 = (SPLIT_PAGES * PAGE_TOKENS) as u32;
 
-#[test]
+#[cfg_attr(test, test)]
 fn head_maps_and_dims() {
     for (heads, kv_heads) in [(1, 1), (3, 1), (9, 3), (8, 2), (6, 1), (16, 2), (16, 1), (5, 5)] {
         check(Shape { heads, kv_heads, dim: 16, ..SHAPE }, &[lane(0, 60, 9)]);
@@ -112,7 +123,7 @@ fn head_maps_and_dims() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn rows_and_edges() {
     let shape = Shape { dim: 16, ..SHAPE };
     for rows in [1, 2, 3, 5, 7, 8, 13, 16, 17, 130] {
@@ -125,14 +136,14 @@ fn rows_and_edges() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn several_lanes() {
     let shape = Shape { dim: 32, ..SHAPE };
     check(shape, &[lane(2, 3, 8), lane(0, 300, 1), lane(1, 0, 0), lane(3, 127, 17)]);
     check(Shape { causal: false, ..shape }, &[lane(1, 64, 8), lane(0, 5, 8)]);
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn windows_and_blocks() {
     for causal in [true, false] {
         for window in [1, 5, 64, 100] {
@@ -145,7 +156,7 @@ fn windows_and_blocks() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_alone_returns_its_value() {
     conformance("one key", Tolerance::exact(), |b| {
         let shape = Shape { heads: 2, kv_heads: 1, dim: 32, ..SHAPE };
@@ -159,7 +170,7 @@ fn a_row_alone_returns_its_value() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn equal_scores_average_the_values() {
     conformance("average", Tolerance::relative(1e-6), |b| {
         let shape = Shape { heads: 1, kv_heads: 1, dim: 16, ..SHAPE };
@@ -174,7 +185,7 @@ fn equal_scores_average_the_values() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn the_largest_score_takes_all() {
     conformance("one hot", Tolerance::relative(1e-6), |b| {
         let shape = Shape { heads: 1, kv_heads: 1, dim: 16, ..SHAPE };
@@ -193,7 +204,7 @@ fn the_largest_score_takes_all() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     for (pos, window) in [(SPLIT - 9, None), (60, Some(20))] {
         let shape = Shape { heads: 9, kv_heads: 3, dim: 16, window, ..SHAPE };

@@ -173,5 +173,5 @@ impl Op for Attention {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

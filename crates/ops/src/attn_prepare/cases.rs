@@ -7,6 +7,15 @@ use crate::{
     RopePairing,
 };
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    geometries,
+    queries_are_accurate,
+    a_quarter_turn_by_hand,
+    a_context_only_pass_fills_the_cache,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 /// One lane's rows: slot, position, rows.
 type Lane = (u32, u32, u32);
 
@@ -85,7 +94,7 @@ fn tolerance() -> Tolerance {
     Tolerance::relative(1.0 / 128.0)
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     let lists: [&[Lane]; 5] = [
         &[(0, 0, 1)],
@@ -99,7 +108,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn geometries() {
     for dim in [16, 64, 80, 128, 256] {
         for pairing in [RopePairing::Halves, RopePairing::Adjacent] {
@@ -115,7 +124,7 @@ fn geometries() {
 }
 
 /// The queries alone, whose tolerance need not allow for bf16.
-#[test]
+#[cfg_attr(test, test)]
 fn queries_are_accurate() {
     conformance("queries", Tolerance::relative(2e-6), |b| {
         let mut op = build(b, SHAPE, &[(1, 60, 8)]);
@@ -126,7 +135,7 @@ fn queries_are_accurate() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_quarter_turn_by_hand() {
     for (pairing, want) in [
         (RopePairing::Halves, [-3.0, -4.0, 1.0, 2.0]),
@@ -163,7 +172,7 @@ fn a_quarter_turn_by_hand() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_context_only_pass_fills_the_cache() {
     conformance("context rows", tolerance(), |b| {
         let op = build(b, SHAPE, &[(1, 62, 4)]);
@@ -171,7 +180,7 @@ fn a_context_only_pass_fills_the_cache() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("attn_prepare", 17, |b, rows| {
         let mut op = build(b, SHAPE, &[(1, 55, rows as u32)]);

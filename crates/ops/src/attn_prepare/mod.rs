@@ -259,5 +259,5 @@ impl Op for AttnPrepare {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

@@ -3,6 +3,12 @@
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, BlockConv, BlockConvOut, LaneStep, Lanes, Op};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    the_first_row_of_a_lane_sees_no_other_lane,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 /// Lanes of these row counts, one after the other.
 fn lanes(b: &mut Builder, rows: &[usize]) -> Lanes {
     b.lanes(rows.iter().map(|&rows| LaneStep { rows: rows as u32, ..LaneStep::default() }))
@@ -35,7 +41,7 @@ fn build(
     BlockConv { x, dynamic, side, base, out, lanes, taps, width, group }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for rows in [&[1][..], &[8], &[3, 0, 5], &[1, 17, 2]] {
         for shape in [(16, 16, 1), (64, 16, 2), (96, 32, 3), (576, 16, 2), (5120, 16, 2)] {
@@ -52,7 +58,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn the_first_row_of_a_lane_sees_no_other_lane() {
     conformance("block_conv by hand", Tolerance::exact(), |b| {
         // Two lanes of two rows; taps 1 (self) and 10 (previous row) plus dynamic 0 and 100.
@@ -71,7 +77,7 @@ fn the_first_row_of_a_lane_sees_no_other_lane() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("block_conv", 9, |b, rows| {
         build(b, &[rows], (128, 16, 2), 0, Some(ActDtype::I8))

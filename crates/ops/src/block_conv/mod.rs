@@ -132,5 +132,5 @@ impl Op for BlockConv {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

@@ -3,6 +3,12 @@
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, CopyRows, Op};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    columns_outside_stay,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 /// A copy into rows that already hold other values, as earlier taps left them.
 fn build(
     b: &mut Builder,
@@ -15,12 +21,12 @@ fn build(
 ) -> CopyRows {
     let values = b.normal_values(rows * to_width, 1.0);
     let to = b.act(&values, rows, to_width, act);
-    b.updated_bytes("to", to.buf);
+    b.updated_act("to", to);
     b.reseed(3);
     CopyRows { from: b.normal(rows * width, 2.0), width, to, column, finish, rows }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for rows in [1, 2, 8, 17] {
         for (width, column, to_width, act) in [
@@ -39,7 +45,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn columns_outside_stay() {
     conformance("copy_rows by hand", Tolerance::exact(), |b| {
         let to = b.act(&[1.0, 2.0, 3.0, 4.0], 1, 4, ActDtype::F32);
@@ -49,7 +55,7 @@ fn columns_outside_stay() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("copy_rows", 6, |b, rows| build(b, rows, 64, 32, 192, ActDtype::I8, true));
 }

@@ -1,9 +1,11 @@
 //! Copies rows into columns of a wider buffer: a tap of the residual stream into the features that
 //! the draft's `fc` reads.
 
+mod cuda;
 mod host;
 
 use crate::geometry::holds;
+use crate::kernel::{Card, Plan};
 use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
 /// `to[r, column .. column + width] = from[r]`; with `finish`, then quantises each whole row of `to`.
@@ -69,7 +71,11 @@ impl Op for CopyRows {
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
     }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
+    }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

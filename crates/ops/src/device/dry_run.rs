@@ -82,6 +82,10 @@ impl Device for DryRun {
         counted.cost += op.cost();
     }
 
+    fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        body(self);
+    }
+
     fn read_bandwidth(&mut self, _: &[Buf]) -> f64 {
         0.0
     }

@@ -11,7 +11,7 @@ pub use host::{Host, HostMode};
 pub use memory::Mem;
 pub use trace::{OpCount, Trace};
 
-use crate::{ActDtype, Buf, Op};
+use crate::{ActDtype, Buf, Op, Unsupported};
 
 /// What a device is and prefers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +33,9 @@ pub enum DeviceError {
         /// The buffer's purpose.
         what: String,
     },
+    /// An op that this device can't run, or not with this geometry.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
     /// An op did not complete.
     #[error("{op} failed: {why}")]
     Op {
@@ -69,6 +72,11 @@ pub trait Device {
 
     /// Enqueues an op.
     fn run(&mut self, op: &dyn Op);
+
+    /// Enqueues everything that `body` enqueues. `body` may only run ops, zero and copy, and must do the
+    /// same for the same `key`: a device may record it at the first call, for which it may run `body`
+    /// more than once, and submit the recording as a whole from then on.
+    fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device));
 
     /// Bytes per second at which this device reads these buffers, measured now. 0 if unknown.
     fn read_bandwidth(&mut self, of: &[Buf]) -> f64;

@@ -71,6 +71,10 @@ impl<D: Device> Device for Trace<D> {
         count.cost += op.cost();
     }
 
+    fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        body(self);
+    }
+
     fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
         self.inner.read_bandwidth(of)
     }

@@ -4,13 +4,15 @@ use crate::linear::samples::{Kind, sample};
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, DryRun, Embed, Op};
 
+crate::testing::cases!(rows_are_the_checkpoint_s, a_row_does_not_depend_on_its_neighbours,);
+
 fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize) -> Embed {
     let table = sample(b, kind, n, k).weight(b);
     let ids: Vec<u32> = (0..rows).map(|_| (b.random() % n as u64) as u32).collect();
     Embed { ids: b.pod(&ids), table, out: b.out_f32("out", rows * k), rows }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn rows_are_the_checkpoint_s() {
     for kind in Kind::quantized().into_iter().chain(Kind::dense()) {
         conformance(&format!("embed {kind:?}"), Tolerance::exact(), |b| {
@@ -27,7 +29,7 @@ fn rows_are_the_checkpoint_s() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     let kind = Kind::Mlx(4, 64, crate::ScaleDtype::Bf16);
     row_invariance("embed", 17, |b, rows| build(b, kind, rows, 40, 128));

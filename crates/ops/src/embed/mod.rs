@@ -99,5 +99,5 @@ impl Op for Embed {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

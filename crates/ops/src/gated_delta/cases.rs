@@ -7,6 +7,14 @@ use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, Buf, Device, Host, HostMode, LaneStep, Lanes, Op};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    agrees_with_the_definition_at_the_largest_shape,
+    rounding_does_not_grow_over_a_long_prefill,
+    one_row_by_hand,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 const BLOCK: usize = 8;
 
 /// Rows of heads of length `length`.
@@ -81,7 +89,7 @@ fn build(
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     let geometries = [
         geometry((1, 1), (16, 16)),
@@ -115,7 +123,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition_at_the_largest_shape() {
     conformance("gated_delta 27B", Tolerance::relative(5e-6), |b| {
         let lanes = [(2, 0, 1, 0), (5, 3, 0, 1)];
@@ -123,14 +131,14 @@ fn agrees_with_the_definition_at_the_largest_shape() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn rounding_does_not_grow_over_a_long_prefill() {
     conformance("gated_delta 1000 rows", Tolerance::relative(5e-6), |b| {
         build(b, geometry((1, 2), (32, 32)), &[(1000, 1, 3, 1)], Commit::Immediate, true)
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn one_row_by_hand() {
     // Key e₀ and query e₀ + e₁, decay ½: rows 0 and 1 of the state hold 2 and 4 in every column.
     // m = ½·2 = 1, d = ½·(7 − 1) = 3, row 0 becomes ½·2 + 3 = 4, row 1 becomes 2; out = 6.
@@ -157,7 +165,7 @@ fn one_row_by_hand() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     for commit in [Commit::Deferred, Commit::Immediate] {
         row_invariance("gated_delta", 8, |b, rows| {

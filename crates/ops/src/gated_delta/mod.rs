@@ -257,5 +257,5 @@ fn columns(state: &[f32], x: &[f32]) -> [f64; TILE] {
     sums
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

@@ -3,6 +3,12 @@
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, GatedNorm, Op};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    heads_are_normed_apart_and_gated_after,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 fn build(b: &mut Builder, rows: usize, heads: usize, dim: usize, act: ActDtype) -> GatedNorm {
     let weight = b.normal(dim, 1.0);
     let x = b.normal(rows * heads * dim, 3.0);
@@ -12,7 +18,7 @@ fn build(b: &mut Builder, rows: usize, heads: usize, dim: usize, act: ActDtype) 
     GatedNorm { x, gate, weight, out, rows, dim, eps: 1e-6 }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for rows in [1, 3, 8, 17] {
         for (heads, dim, act) in [
@@ -31,7 +37,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn heads_are_normed_apart_and_gated_after() {
     conformance("gated_norm by hand", Tolerance::relative(1e-6), |b| {
         // Head 0 is all 4s, head 1 all −1s: both norm to ±1, whatever the other holds.
@@ -46,7 +52,7 @@ fn heads_are_normed_apart_and_gated_after() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("gated_norm", 9, |b, rows| build(b, rows, 12, 64, ActDtype::I8));
 }

@@ -90,5 +90,5 @@ impl Op for GatedNorm {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

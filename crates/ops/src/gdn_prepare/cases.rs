@@ -5,6 +5,14 @@ use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{Buf, Device, Host, HostMode, LaneStep, Lanes, Op};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    agrees_with_the_definition_at_the_largest_shape,
+    each_tap_meets_its_row,
+    gates_by_hand,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 pub(crate) const fn geometry(
     (key_heads, value_heads): (usize, usize),
     (key_dim, value_dim): (usize, usize),
@@ -71,7 +79,7 @@ fn build(
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     let geometries = [
         geometry((1, 1), (16, 16)),
@@ -104,7 +112,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition_at_the_largest_shape() {
     conformance("gdn_prepare 27B", Tolerance::relative(3e-6), |b| {
         let lanes = [(2, 0, 1, 0), (5, 3, 0, 1)];
@@ -112,7 +120,7 @@ fn agrees_with_the_definition_at_the_largest_shape() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn each_tap_meets_its_row() {
     // Channel 0 of the only value head sees the row three back, channel 1 the row itself.
     conformance("gdn_prepare by hand", Tolerance::relative(1e-6), |b| {
@@ -136,7 +144,7 @@ fn each_tap_meets_its_row() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn gates_by_hand() {
     conformance("gdn_prepare gates", Tolerance::relative(1e-6), |b| {
         let mut op = build(b, geometry((1, 4), (16, 16)), &[(1, 0, 0, 0)], Commit::Deferred, false);
@@ -150,7 +158,7 @@ fn gates_by_hand() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     for commit in [Commit::Deferred, Commit::Immediate] {
         row_invariance("gdn_prepare", 8, |b, rows| {

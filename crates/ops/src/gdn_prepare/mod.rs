@@ -340,5 +340,5 @@ impl GdnPrepare {
     }
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "cases"))]
 pub(crate) mod cases;

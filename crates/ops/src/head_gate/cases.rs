@@ -3,6 +3,13 @@
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, HeadGate, Op};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    the_gate_is_the_second_half_of_each_head,
+    without_a_gate_it_copies,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 fn build(
     b: &mut Builder,
     rows: usize,
@@ -19,7 +26,7 @@ fn build(
     HeadGate { x, q_gate, out: b.out_act("out", rows, width, act), rows, heads, dim }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for rows in [1, 2, 8, 17, 40] {
         for (heads, dim, act) in [
@@ -39,7 +46,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn the_gate_is_the_second_half_of_each_head() {
     conformance("gates", Tolerance::relative(1e-6), |b| {
         let x = b.f32(&[3.0; 32]);
@@ -55,12 +62,12 @@ fn the_gate_is_the_second_half_of_each_head() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn without_a_gate_it_copies() {
     conformance("copy", Tolerance::exact(), |b| build(b, 3, 6, 32, false, ActDtype::I8));
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("head_gate", 17, |b, rows| build(b, rows, 9, 64, true, ActDtype::I8));
 }

@@ -95,5 +95,5 @@ impl Op for HeadGate {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

@@ -5,6 +5,19 @@ use crate::linear::{DenseDtype, GgmlType, PackError, Source, TILE};
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, DryRun, Format, Linear, LinearPart, Op, ScaleDtype};
 
+crate::testing::cases!(
+    int8_products_have_the_bits_of_the_definition,
+    every_number_of_rows,
+    shipped_shapes,
+    inputs_in_chunks,
+    f32_products_of_quantized_weights,
+    dense_products,
+    the_identity_returns_its_input,
+    ones_count_their_codes,
+    parts_of_different_formats,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 /// One random matrix and `rows` random rows.
 fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize, act: ActDtype) -> Linear {
     b.reseed((n * 31 + k) as u64);
@@ -20,7 +33,7 @@ fn inputs(kind: Kind, k: usize) -> usize {
     k.next_multiple_of(kind.unit().max(crate::ACT_GROUP))
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn int8_products_have_the_bits_of_the_definition() {
     for kind in Kind::quantized() {
         for (rows, n, k) in [(1, 33, 64), (3, 70, 320), (9, 5, 128)] {
@@ -31,7 +44,7 @@ fn int8_products_have_the_bits_of_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn every_number_of_rows() {
     for kind in [Kind::Mlx(4, 64, ScaleDtype::Bf16), Kind::Ggml(GgmlType::Q6_K)] {
         for rows in 1..=19 {
@@ -41,7 +54,7 @@ fn every_number_of_rows() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn shipped_shapes() {
     let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
     for (rows, n, k) in [(1, 1536, 576), (8, 576, 1536), (2, 96, 5120), (1, 64, 17408)] {
@@ -51,7 +64,7 @@ fn shipped_shapes() {
 }
 
 /// Where activations exceed the first-level cache, tiles keep their sums between chunks of inputs.
-#[test]
+#[cfg_attr(test, test)]
 fn inputs_in_chunks() {
     for (kind, rows, n, k) in [
         (Kind::Mlx(4, 64, ScaleDtype::Bf16), 8, 544, 3072),
@@ -63,7 +76,7 @@ fn inputs_in_chunks() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn f32_products_of_quantized_weights() {
     for kind in Kind::quantized() {
         for (rows, n, k) in [(1, 33, 32usize), (6, 40, 384)] {
@@ -76,7 +89,7 @@ fn f32_products_of_quantized_weights() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn dense_products() {
     for kind in Kind::dense() {
         for (rows, n, k) in [(1, 1, 1), (2, 7, 15), (3, 12, 576), (5, 33, 100), (8, 4, 16)] {
@@ -104,7 +117,7 @@ fn codes(n: usize, k: usize, value: impl Fn(usize, usize) -> u8) -> Sample {
     Sample { kind: Kind::Mlx(4, 64, ScaleDtype::F32), n, k, data, scales, biases }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn the_identity_returns_its_input() {
     for act in [ActDtype::F32, ActDtype::I8] {
         conformance("identity", Tolerance::relative(2e-6), |b| {
@@ -122,7 +135,7 @@ fn the_identity_returns_its_input() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn ones_count_their_codes() {
     for act in [ActDtype::F32, ActDtype::I8] {
         conformance("count", Tolerance::relative(2e-6), |b| {
@@ -167,14 +180,14 @@ fn four_parts(b: &mut Builder, rows: usize) -> Linear {
     Linear::new(x, rows, &parts)
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn parts_of_different_formats() {
     for rows in [1, 2, 11] {
         conformance("four parts", Tolerance::relative(1e-5), |b| four_parts(b, rows));
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("four parts", 17, four_parts);
     for (kind, k) in [

@@ -156,7 +156,7 @@ impl Op for Linear {
                             let tile = layout.tile_bytes(self.x.width).unwrap_or_default();
                             let tile = &weight[o / TILE * tile..][..tile];
                             match self.x.dtype {
-                                ActDtype::F32 => {
+                                ActDtype::F32 | ActDtype::Bf16 => {
                                     self.f32_product(mem, &layout, tile, row, o % TILE)
                                 }
                                 ActDtype::I8 => self.i8_product(mem, &layout, tile, row, o % TILE),
@@ -212,9 +212,9 @@ impl Linear {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;
 #[cfg(test)]
 mod golden;
-#[cfg(test)]
+#[cfg(any(test, feature = "cases"))]
 pub(crate) mod samples;

@@ -3,6 +3,8 @@
 use crate::testing::{Builder, Tolerance, conformance};
 use crate::{LaneStep, Lanes, ONE, Op, Proposals, Propose, Rule, SamplerParams, Selector, random};
 
+crate::testing::cases!(agrees_with_the_definition,);
+
 struct Case<'a> {
     /// One step and parameters for each lane.
     lanes: &'a [(LaneStep, SamplerParams)],
@@ -174,7 +176,7 @@ fn draws_follow_the_weights_they_report() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for seed in 0..40u64 {
         conformance(&format!("propose {seed}"), Tolerance::exact(), |b| {

@@ -24,8 +24,10 @@
 //!
 //! Source: spec D.3; `Draft.select` of the numpy reference.
 
+mod cuda;
 mod host;
 
+use crate::kernel::{Card, Plan};
 use crate::random::{Purpose, uniform};
 use crate::sampling::{Candidates, below, clean, race, weight};
 use crate::simd::{LANES, sum_tree};
@@ -260,6 +262,10 @@ impl Op for Propose {
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
     }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -297,5 +303,5 @@ fn codebook_row<'m>(mem: &'m Mem, selector: &Selector, codebook: Buf, id: u32) -
     mem.get(codebook.rows(row, 1, 2 * selector.rank))
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

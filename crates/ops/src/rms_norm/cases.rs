@@ -3,13 +3,20 @@
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, RmsNorm};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    a_row_of_ones_stays_ones,
+    zeros_and_outliers,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 fn build(b: &mut Builder, rows: usize, width: usize, act: ActDtype) -> RmsNorm {
     let weight = b.normal(width, 1.0);
     let x = b.normal(rows * width, 3.0);
     RmsNorm { x, weight, out: b.out_act("out", rows, width, act), rows, eps: 1e-6 }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for rows in [1, 2, 8, 17, 40] {
         for (width, act) in [
@@ -25,7 +32,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_of_ones_stays_ones() {
     conformance("ones", Tolerance::relative(1e-6), |b| {
         let x = b.f32(&[1.0; 64]);
@@ -36,7 +43,7 @@ fn a_row_of_ones_stays_ones() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn zeros_and_outliers() {
     conformance("outliers", Tolerance::relative(2e-6), |b| {
         let mut x = vec![0.0; 3 * 64];
@@ -48,7 +55,7 @@ fn zeros_and_outliers() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("rms_norm", 17, |b, rows| build(b, rows, 576, ActDtype::I8));
 }

@@ -77,5 +77,5 @@ impl Op for RmsNorm {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

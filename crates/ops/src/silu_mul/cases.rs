@@ -3,6 +3,12 @@
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{ActDtype, Op, SiluMul};
 
+crate::testing::cases!(
+    agrees_with_the_definition,
+    known_values,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 fn build(b: &mut Builder, rows: usize, width: usize, act: ActDtype) -> SiluMul {
     let gate = b.normal(rows * width, 4.0);
     b.reseed(2);
@@ -10,7 +16,7 @@ fn build(b: &mut Builder, rows: usize, width: usize, act: ActDtype) -> SiluMul {
     SiluMul { gate, up, out: b.out_act("out", rows, width, act), rows }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for rows in [1, 3, 8, 17] {
         for (width, act) in [
@@ -26,7 +32,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn known_values() {
     conformance("silu_mul by hand", Tolerance::relative(1e-6), |b| {
         let mut gate = vec![0.0; 32];
@@ -40,7 +46,7 @@ fn known_values() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("silu_mul", 9, |b, rows| build(b, rows, 1536, ActDtype::I8));
 }

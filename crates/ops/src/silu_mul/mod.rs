@@ -67,5 +67,5 @@ impl Op for SiluMul {
     }
 }
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

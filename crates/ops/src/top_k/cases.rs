@@ -3,6 +3,13 @@
 use crate::TopK;
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 
+crate::testing::cases!(
+    answers_by_hand,
+    rows_without_any_number,
+    agrees_with_the_definition,
+    a_row_does_not_depend_on_its_neighbours,
+);
+
 fn build(b: &mut Builder, logits: &[f32], stride: usize, valid: usize, k: usize) -> TopK {
     let rows = logits.len() / stride;
     TopK {
@@ -21,7 +28,7 @@ fn as_f32(ids: &[u32]) -> Vec<f32> {
     ids.iter().map(|&id| f32::from_bits(id)).collect()
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn answers_by_hand() {
     let nan = f32::NAN;
     let inf = f32::INFINITY;
@@ -39,7 +46,7 @@ fn answers_by_hand() {
     });
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn rows_without_any_number() {
     for fill in [f32::NAN, f32::NEG_INFINITY] {
         conformance("nothing to choose from", Tolerance::exact(), |b| {
@@ -51,7 +58,7 @@ fn rows_without_any_number() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
     for (rows, valid, stride, k) in [
         (1, 1, 1, 1),
@@ -62,6 +69,9 @@ fn agrees_with_the_definition() {
         (2, 16_385, 16_400, 32),
         (2, 49_152, 49_152, 16),
         (1, 50_001, 50_016, 1),
+        (3, 100_003, 100_004, 20),
+        (2, 248_320, 248_320, 16),
+        (1, 1 << 20, 1 << 20, 32),
     ] {
         let name = format!("top_k {rows}x{valid} of {stride} k {k}");
         conformance(&name, Tolerance::exact(), |b| {
@@ -89,7 +99,7 @@ fn agrees_with_the_definition() {
     }
 }
 
-#[test]
+#[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
     row_invariance("top_k", 9, |b, rows| {
         let x = b.normal_values(rows * 600, 2.0);

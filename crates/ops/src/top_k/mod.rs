@@ -8,10 +8,13 @@
 //!
 //! NaN counts as −∞, and comes out as such. Exact, so nothing depends on the order of work.
 
+mod cuda;
 mod host;
 
+use crate::kernel::{Card, Plan};
 use crate::{Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
+pub(crate) use cuda::Split;
 pub(crate) use host::select;
 
 /// See the module.
@@ -103,10 +106,14 @@ impl Op for TopK {
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
     }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
+    }
 }
 
 /// The most logits of a row: weights of so many tokens sum up within the acceptance rules' range.
 pub(crate) const MAX_VOCAB: usize = 1 << 20;
 
-#[cfg(test)]
-mod cases;
+#[cfg(any(test, feature = "cases"))]
+pub(crate) mod cases;

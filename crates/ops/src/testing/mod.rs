@@ -3,9 +3,33 @@
 //! A case is a function that builds an op on a [`Builder`]. It is built again for each device from
 //! the same seed, so all see the same inputs. Outputs start poisoned (NaN, or 0xFF bytes) and
 //! every buffer lies between guard zones that must stay intact.
+//!
+//! Without more, cases run on the CPU. Once another device is [registered](register), the same cases
+//! run on that device alone and are held to the same definitions.
+
+mod devices;
+
+#[cfg(feature = "cases")]
+pub use devices::all_cases;
+pub use devices::{Case, Skip, WithDevice, on_each_device, register, skipped};
+
+use half::bf16;
 
 use crate::simd::Isa;
-use crate::{Act, ActDtype, Buf, Device, Host, HostMode, LaneStep, Lanes, Mem, Op};
+use crate::{
+    Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, LaneStep, Lanes, Mem, Op, Unsupported,
+};
+
+/// Lists the functions of a case file that run on every device. Each of them is also a test of the
+/// CPU: `#[cfg_attr(test, test)]`.
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => {
+        #[cfg(feature = "cases")]
+        pub(crate) const CASES: &[$crate::testing::Case] =
+            &[$((stringify!($name), $name as fn())),*];
+    };
+}
+pub(crate) use cases;
 
 const GUARD: usize = 256;
 const GUARD_BYTE: u8 = 0xA5;
@@ -15,17 +39,53 @@ const GUARD_BYTE: u8 = 0xA5;
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
     rel: f32,
+    elsewhere: Option<f32>,
 }
 
 impl Tolerance {
     /// Bit equality with the definition.
     pub fn exact() -> Tolerance {
-        Tolerance { rel: 0.0 }
+        Tolerance { rel: 0.0, elsewhere: None }
     }
 
     /// Relative to the element and to the output's root mean square.
     pub fn relative(rel: f32) -> Tolerance {
-        Tolerance { rel }
+        Tolerance { rel, elsewhere: None }
+    }
+
+    /// Another relative tolerance for devices that are not the CPU, where the order of sums or the
+    /// precision of products differs by design.
+    #[must_use]
+    pub fn elsewhere(self, rel: f32) -> Tolerance {
+        Tolerance { elsewhere: Some(rel), ..self }
+    }
+}
+
+/// What a case gets where it asks for int8 activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rows {
+    /// int8.
+    AsAsked,
+    /// bf16: the device's own.
+    Bf16,
+    /// f32 whose inputs are rounded to bf16: what the definition sees beside a device with bf16 rows.
+    RoundedF32,
+}
+
+impl Rows {
+    fn of(dev: &dyn Device) -> Rows {
+        match dev.info().act {
+            ActDtype::Bf16 => Rows::Bf16,
+            ActDtype::I8 | ActDtype::F32 => Rows::AsAsked,
+        }
+    }
+
+    fn dtype(self, asked: ActDtype) -> ActDtype {
+        match (asked, self) {
+            (ActDtype::I8, Rows::Bf16) => ActDtype::Bf16,
+            (ActDtype::I8, Rows::RoundedF32) => ActDtype::F32,
+            _ => asked,
+        }
     }
 }
 
@@ -47,6 +107,7 @@ struct Output {
 /// Buffers of a case on one device.
 pub struct Builder<'d> {
     dev: &'d mut dyn Device,
+    rows: Rows,
     seed: u64,
     guards: Vec<Buf>,
     outputs: Vec<Output>,
@@ -56,8 +117,13 @@ pub struct Builder<'d> {
 impl<'d> Builder<'d> {
     /// A builder on `dev`.
     pub fn new(dev: &'d mut dyn Device) -> Builder<'d> {
+        let rows = Rows::of(dev);
+        Builder::with(dev, rows)
+    }
+
+    fn with(dev: &'d mut dyn Device, rows: Rows) -> Builder<'d> {
         let (guards, outputs, expected) = (Vec::new(), Vec::new(), Vec::new());
-        Builder { dev, seed: 0x9E37_79B9_7F4A_7C15, guards, outputs, expected }
+        Builder { dev, rows, seed: 0x9E37_79B9_7F4A_7C15, guards, outputs, expected }
     }
 
     fn guarded(&mut self, bytes: usize) -> Buf {
@@ -124,15 +190,30 @@ impl<'d> Builder<'d> {
         self.f32(&values)
     }
 
-    /// An activation input whose quantised parts match its f32 part.
+    /// An activation input whose quantised parts match its f32 part. Where a case asks for int8, a
+    /// device that wants other rows gets its own.
     pub fn act(&mut self, values: &[f32], rows: usize, width: usize, dtype: ActDtype) -> Act {
         assert_eq!(values.len(), rows * width);
+        let round = self.rows == Rows::RoundedF32 && dtype == ActDtype::I8;
+        let dtype = self.rows.dtype(dtype);
         let stride = Act::stride(width, dtype);
+        if dtype == ActDtype::Bf16 {
+            let mut bytes = vec![0; rows * stride];
+            for (row, values) in bytes.chunks_exact_mut(stride).zip(values.chunks_exact(width)) {
+                for (to, &x) in row.chunks_exact_mut(2).zip(values) {
+                    to.copy_from_slice(&bf16::from_f32(x).to_le_bytes());
+                }
+            }
+            return Act { buf: self.bytes(&bytes), width, dtype };
+        }
         let mut mem = Mem::default();
         let act = Act { buf: mem.alloc(rows * stride, "act").expect("memory"), width, dtype };
         for row in 0..rows {
             let out = act.row_mut(&mem, row);
             out.x.copy_from_slice(&values[row * width..][..width]);
+            if round {
+                out.x.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+            }
             out.quantize();
         }
         let buf = self.bytes(mem.get::<u8>(act.buf));
@@ -170,8 +251,9 @@ impl<'d> Builder<'d> {
         self.output(name, bytes, |_| Kind::Bytes)
     }
 
-    /// An activation output. Its padding is not compared.
+    /// An activation output, of the dtype that [`Builder::act`] would have. Its padding is not compared.
     pub fn out_act(&mut self, name: &str, rows: usize, width: usize, dtype: ActDtype) -> Act {
+        let dtype = self.rows.dtype(dtype);
         let act = |buf| Act { buf, width, dtype };
         let buf = self.output(name, rows * Act::stride(width, dtype), |buf| Kind::Act(act(buf)));
         act(buf)
@@ -180,6 +262,11 @@ impl<'d> Builder<'d> {
     /// Also compares an input that the op updates in place, as f32.
     pub fn updated_f32(&mut self, name: &str, buf: Buf) {
         self.outputs.push(Output { name: name.to_owned(), buf, kind: Kind::F32 });
+    }
+
+    /// Also compares an activation input that the op updates in place.
+    pub fn updated_act(&mut self, name: &str, act: Act) {
+        self.outputs.push(Output { name: name.to_owned(), buf: act.buf, kind: Kind::Act(act) });
     }
 
     /// Also compares an input that the op updates in place, as bf16. Rounding to bf16 doubles small
@@ -207,17 +294,24 @@ struct Outcome {
     kind: Kind,
 }
 
+type Run = Result<(Vec<Outcome>, Vec<(String, Vec<f32>)>), Unsupported>;
+
+/// Runs a case; an error if the device can't do its geometry.
 fn run_on<O: Op>(
     label: &str,
     dev: &mut dyn Device,
+    rows: Rows,
     build: &impl Fn(&mut Builder) -> O,
-) -> (Vec<Outcome>, Vec<(String, Vec<f32>)>) {
-    let mut builder = Builder::new(dev);
+) -> Run {
+    let mut builder = Builder::with(dev, rows);
     let op = build(&mut builder);
     op.check().unwrap_or_else(|e| panic!("{label}: {e}"));
     let Builder { dev, guards, outputs, expected, .. } = builder;
     dev.run(&op);
-    dev.sync().unwrap_or_else(|e| panic!("{label}: {e}"));
+    match dev.sync() {
+        Err(DeviceError::Unsupported(why)) => return Err(why),
+        other => other.unwrap_or_else(|e| panic!("{label}: {e}")),
+    }
     for guard in guards {
         let mut bytes = vec![0; guard.bytes];
         dev.read(guard, &mut bytes);
@@ -226,27 +320,43 @@ fn run_on<O: Op>(
     let outcomes = outputs.into_iter().map(|out| {
         let mut bytes = vec![0u8; out.buf.bytes];
         dev.read(out.buf, &mut bytes);
-        let floats = |b: &[u8]| bytemuck::allocation::pod_collect_to_vec::<u8, f32>(b);
-        let (values, bytes) = match out.kind {
-            Kind::F32 => (floats(&bytes), bytes),
-            Kind::Bf16 => {
-                let widened = bytes
-                    .chunks_exact(2)
-                    .map(|b| f32::from_bits(u32::from_le_bytes([0, 0, b[0], b[1]])));
-                (widened.collect(), bytes)
-            }
-            Kind::Bytes => (Vec::new(), bytes),
-            Kind::Act(act) => {
-                let stride = act.row_bytes();
-                let used = Act::used(act.width, act.dtype);
-                let rows = bytes.chunks_exact(stride);
-                let values = rows.clone().flat_map(|r| floats(&r[..4 * act.width])).collect();
-                (values, rows.flat_map(|r| r[..used].to_vec()).collect())
-            }
-        };
-        Outcome { name: out.name, values, bytes, kind: out.kind }
+        outcome(out, bytes)
     });
-    (outcomes.collect(), expected)
+    Ok((outcomes.collect(), expected))
+}
+
+/// The case on the CPU, which can do every geometry that cases have.
+fn run_on_host<O: Op>(
+    label: &str,
+    mut host: Host,
+    rows: Rows,
+    build: &impl Fn(&mut Builder) -> O,
+) -> (Vec<Outcome>, Vec<(String, Vec<f32>)>) {
+    run_on(label, &mut host, rows, build).unwrap_or_else(|e| panic!("{label}: {e}"))
+}
+
+fn outcome(out: Output, bytes: Vec<u8>) -> Outcome {
+    let floats = |b: &[u8]| bytemuck::allocation::pod_collect_to_vec::<u8, f32>(b);
+    let widened = |b: &[u8]| -> Vec<f32> {
+        b.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+    };
+    let (values, bytes) = match out.kind {
+        Kind::F32 => (floats(&bytes), bytes),
+        Kind::Bf16 => (widened(&bytes), bytes),
+        Kind::Bytes => (Vec::new(), bytes),
+        Kind::Act(act) => {
+            let used = Act::used(act.width, act.dtype);
+            let rows = bytes.chunks_exact(act.row_bytes());
+            let values = match act.dtype {
+                ActDtype::Bf16 => rows.clone().flat_map(|r| widened(&r[..used])).collect(),
+                ActDtype::F32 | ActDtype::I8 => {
+                    rows.clone().flat_map(|r| floats(&r[..4 * act.width])).collect()
+                }
+            };
+            (values, rows.flat_map(|r| r[..used].to_vec()).collect())
+        }
+    };
+    Outcome { name: out.name, values, bytes, kind: out.kind }
 }
 
 fn compare(label: &str, want: &Outcome, got: &Outcome, tolerance: Tolerance) {
@@ -281,10 +391,14 @@ fn assert_close(label: &str, name: &str, want: &[f32], got: &[f32], tolerance: T
 
 /// Builds and runs a case on the scalar reference and on the SIMD host with every instruction set
 /// and with 1 and 3 threads. The hosts must agree with the reference within `tolerance`, and with
-/// one another bit for bit.
+/// one another bit for bit. With a [registered](register) device: on the reference and on that
+/// device, twice.
 pub fn conformance<O: Op>(label: &str, tolerance: Tolerance, build: impl Fn(&mut Builder) -> O) {
-    let mut reference = Host::with(HostMode::Reference, Isa::Portable, 1, ActDtype::I8);
-    let (want, expected) = run_on(label, &mut reference, &build);
+    if devices::conformance(label, tolerance, &build) {
+        return;
+    }
+    let reference = Host::with(HostMode::Reference, Isa::Portable, 1, ActDtype::I8);
+    let (want, expected) = run_on_host(label, reference, Rows::AsAsked, &build);
     for (name, values) in &expected {
         let out = want.iter().find(|o| &o.name == name).expect("an output of that name");
         assert_close(
@@ -299,8 +413,8 @@ pub fn conformance<O: Op>(label: &str, tolerance: Tolerance, build: impl Fn(&mut
     for isa in Isa::available() {
         for threads in [1, 3] {
             let label = format!("{label} on {} x{threads}", isa.name());
-            let mut host = Host::with(HostMode::Simd, isa, threads, ActDtype::I8);
-            let (got, _) = run_on(&label, &mut host, &build);
+            let host = Host::with(HostMode::Simd, isa, threads, ActDtype::I8);
+            let (got, _) = run_on_host(&label, host, Rows::AsAsked, &build);
             for (w, g) in want.iter().zip(&got) {
                 compare(&label, w, g, tolerance);
             }
@@ -321,17 +435,24 @@ pub fn conformance<O: Op>(label: &str, tolerance: Tolerance, build: impl Fn(&mut
 /// and at most one row input last, so that the rows of a shorter case are the first of a longer one;
 /// further row inputs come from [`Builder::reseed`].
 pub fn row_invariance<O: Op>(label: &str, max: usize, build: impl Fn(&mut Builder, usize) -> O) {
+    if devices::row_invariance(label, max, &build) {
+        return;
+    }
     for isa in Isa::available() {
         let run = |rows: usize| {
-            let mut host = Host::with(HostMode::Simd, isa, 2, ActDtype::I8);
-            run_on(label, &mut host, &|b: &mut Builder| build(b, rows)).0
+            let host = Host::with(HostMode::Simd, isa, 2, ActDtype::I8);
+            run_on_host(label, host, Rows::AsAsked, &|b: &mut Builder| build(b, rows)).0
         };
-        let all = run(max);
-        for rows in 1..max {
-            for (whole, part) in all.iter().zip(run(rows)) {
-                let head = &whole.bytes[..part.bytes.len()];
-                assert!(head == part.bytes, "{label} on {}: {rows} of {max} rows", isa.name());
-            }
+        same_rows(&format!("{label} on {}", isa.name()), max, &run(max), run);
+    }
+}
+
+/// Holds every shorter case's rows to the first ones of `all`.
+fn same_rows(label: &str, max: usize, all: &[Outcome], mut run: impl FnMut(usize) -> Vec<Outcome>) {
+    for rows in 1..max {
+        for (whole, part) in all.iter().zip(run(rows)) {
+            let head = &whole.bytes[..part.bytes.len()];
+            assert!(head == part.bytes, "{label}: {rows} of {max} rows");
         }
     }
 }
