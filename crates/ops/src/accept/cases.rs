@@ -510,6 +510,17 @@ fn agrees_with_the_definition() {
             random_case(b, seed, 6000, 2, 5)
         });
     }
+    for (seed, valid, lanes, max_rows) in [
+        (86, 12_345, 2, 3),
+        (87, 49_152, 1, 4),
+        (88, 248_320, 1, 3),
+        (89, 248_320, 2, 2),
+        (91, 1 << 20, 1, 2),
+    ] {
+        conformance(&format!("accept {seed}"), Tolerance::exact(), |b| {
+            random_case(b, seed, valid, lanes, max_rows)
+        });
+    }
 }
 
 /// A lane's outcome is the same alone and among others, in another slot, with other rows behind.

@@ -25,11 +25,13 @@
 //!
 //! Source: spec E; arXiv 2211.17192, 2403.10444 (block), 2408.07978 (invariant).
 
+mod cuda;
 mod host;
 mod rules;
 mod select;
 mod target;
 
+use crate::kernel::{Card, Plan};
 use crate::sampling::{Candidates, count_output};
 use crate::top_k::MAX_VOCAB;
 use crate::{
@@ -453,6 +455,10 @@ impl Op for Accept {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

@@ -24,8 +24,10 @@
 //!
 //! Source: spec D.3; `Draft.select` of the numpy reference.
 
+mod cuda;
 mod host;
 
+use crate::kernel::{Card, Plan};
 use crate::random::{Purpose, uniform};
 use crate::sampling::{Candidates, below, clean, race, weight};
 use crate::simd::{LANES, sum_tree};
@@ -259,6 +261,10 @@ impl Op for Propose {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

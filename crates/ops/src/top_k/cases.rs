@@ -69,6 +69,9 @@ fn agrees_with_the_definition() {
         (2, 16_385, 16_400, 32),
         (2, 49_152, 49_152, 16),
         (1, 50_001, 50_016, 1),
+        (3, 100_003, 100_004, 20),
+        (2, 248_320, 248_320, 16),
+        (1, 1 << 20, 1 << 20, 32),
     ] {
         let name = format!("top_k {rows}x{valid} of {stride} k {k}");
         conformance(&name, Tolerance::exact(), |b| {

@@ -8,10 +8,13 @@
 //!
 //! NaN counts as −∞, and comes out as such. Exact, so nothing depends on the order of work.
 
+mod cuda;
 mod host;
 
+use crate::kernel::{Card, Plan};
 use crate::{Bindings, Buf, Cost, Cpu, Elements, Mem, Op, Unsupported};
 
+pub(crate) use cuda::Split;
 pub(crate) use host::select;
 
 /// See the module.
@@ -102,6 +105,10 @@ impl Op for TopK {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 
