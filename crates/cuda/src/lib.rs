@@ -19,7 +19,7 @@ pub use nvrtc::Nvrtc;
 use std::path::PathBuf;
 
 use ops::kernel::{Arg, Card, Launch, Plan};
-use ops::{ActDtype, Bindings, Buf, Device, DeviceError, DeviceInfo, Op};
+use ops::{ActDtype, Bindings, Buf, Device, DeviceError, DeviceInfo, Op, TileOrder};
 
 use crate::cubins::Cubins;
 use crate::gpu::{Gpu, Stream, explain};
@@ -271,7 +271,7 @@ impl Device for Cuda {
     fn info(&self) -> DeviceInfo {
         let Card { arch, sms, .. } = self.gpu.card;
         let name = format!("cuda ({}, sm_{arch}, {sms} multiprocessors)", self.gpu.name);
-        DeviceInfo { name, act: ActDtype::Bf16 }
+        DeviceInfo { name, act: ActDtype::Bf16, tiles: TileOrder::Fragments }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

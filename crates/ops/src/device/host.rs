@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::device::{Device, DeviceError, DeviceInfo, Mem};
 use crate::simd::Isa;
-use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool};
+use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool, TileOrder};
 
 /// Which implementation a host device runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +60,8 @@ impl Device for Host {
         };
         let threads = self.cpu.pool.threads();
         let plural = if threads == 1 { "" } else { "s" };
-        DeviceInfo { name: format!("cpu ({mode}, {threads} thread{plural})"), act: self.act }
+        let name = format!("cpu ({mode}, {threads} thread{plural})");
+        DeviceInfo { name, act: self.act, tiles: TileOrder::Vectors }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
