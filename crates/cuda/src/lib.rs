@@ -23,6 +23,7 @@ use std::path::PathBuf;
 use ops::kernel::{Arg, Card, Launch, Plan};
 use ops::{
     ActDtype, Bindings, Buf, Counters, Device, DeviceError, DeviceInfo, Op, PUBLISHED_BYTES,
+    TileOrder,
 };
 
 use crate::cubins::Cubins;
@@ -356,7 +357,7 @@ impl Device for Cuda {
     fn info(&self) -> DeviceInfo {
         let Card { arch, sms, .. } = self.gpu.card;
         let name = format!("cuda ({}, sm_{arch}, {sms} multiprocessors)", self.gpu.name);
-        DeviceInfo { name, act: ActDtype::Bf16 }
+        DeviceInfo { name, act: ActDtype::Bf16, tiles: TileOrder::Fragments }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -290,14 +290,14 @@ impl Uploader<'_> {
         };
         let buf = self.dev.alloc(bytes, &format!("{weight:?}"))?;
         let failed = Mutex::new(None);
-        let rows_of_piece = format.piece_rows();
+        let (rows_of_piece, order) = (format.piece_rows(), self.dev.info().tiles);
         self.dev.upload(buf, piece * (64 / rows_of_piece), &|offset, out| {
             let first = offset / piece * rows_of_piece;
             let rows = first..(first + out.len() / piece * rows_of_piece).min(n);
             let mut scratch = Vec::new();
             let part = matrix.rows(rows, &mut scratch);
             let source = plain(&part).unwrap_or(NOTHING);
-            if let Err(why) = source.pack_piece(part.n, k, 0, out) {
+            if let Err(why) = source.pack_piece(order, (part.n, k), 0, out) {
                 *failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(why);
             }
         });

@@ -70,7 +70,7 @@ pub use sampling::{
 };
 pub use step::{KvPool, LaneStep, Lanes, PAGE_TOKENS};
 pub use top_k::TopK;
-pub use weight::{Codes, Format, IQ4_TABLE, ScaleDtype, Weight};
+pub use weight::{Codes, Format, IQ4_TABLE, ScaleDtype, TileOrder, Weight};
 
 /// What a host implementation may use: the instruction set and the thread pool.
 #[derive(Debug)]

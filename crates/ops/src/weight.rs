@@ -61,6 +61,15 @@ pub enum Format {
     },
 }
 
+/// In which order a device wants the bytes of a quantised matrix. Same pieces, same size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TileOrder {
+    /// For vectors of 16 outputs: `linear/layout.rs`.
+    Vectors,
+    /// For the register fragments of matrix instructions: `linear/fragments.rs`.
+    Fragments,
+}
+
 /// A matrix `[n, k]`: `n` outputs, `k` inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Weight {

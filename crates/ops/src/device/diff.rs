@@ -302,7 +302,8 @@ fn root_mean_square(values: impl Iterator<Item = f32>) -> f32 {
 impl<A: Device, B: Device> Device for Diff<A, B> {
     fn info(&self) -> DeviceInfo {
         let (a, b) = (self.a.info(), self.b.info());
-        DeviceInfo { name: format!("{} against {}", b.name, a.name), act: a.act }
+        let name = format!("{} against {}", b.name, a.name);
+        DeviceInfo { name, ..a }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

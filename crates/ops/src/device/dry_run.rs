@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::device::{Counters, Device, DeviceError, DeviceInfo};
 use crate::kernel::{Card, Launch, Plan};
-use crate::{ActDtype, Buf, Cost, Op, Unsupported};
+use crate::{ActDtype, Buf, Cost, Op, TileOrder, Unsupported};
 
 /// What one kind of op adds up to.
 #[derive(Clone, Debug, Default)]
@@ -85,7 +85,7 @@ impl DryRun {
 
 impl Device for DryRun {
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { name: "dry run".to_owned(), act: self.act }
+        DeviceInfo { name: "dry run".to_owned(), act: self.act, tiles: TileOrder::Vectors }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

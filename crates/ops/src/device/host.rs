@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Mem, PUBLISHED, PUBLISHED_BYTES};
 use crate::simd::Isa;
-use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool};
+use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool, TileOrder};
 
 /// Which implementation a host device runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,8 @@ impl Device for Host {
         };
         let threads = self.cpu.pool.threads();
         let plural = if threads == 1 { "" } else { "s" };
-        DeviceInfo { name: format!("cpu ({mode}, {threads} thread{plural})"), act: self.act }
+        let name = format!("cpu ({mode}, {threads} thread{plural})");
+        DeviceInfo { name, act: self.act, tiles: TileOrder::Vectors }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -13,7 +13,7 @@ pub use host::{Host, HostMode};
 pub use memory::Mem;
 pub use trace::{OpCount, Trace};
 
-use crate::{ActDtype, Buf, Op, Unsupported};
+use crate::{ActDtype, Buf, Op, TileOrder, Unsupported};
 
 /// What a device is and prefers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +22,8 @@ pub struct DeviceInfo {
     pub name: String,
     /// How linear layers of quantised weights want their inputs.
     pub act: ActDtype,
+    /// How quantised weights are to be packed.
+    pub tiles: TileOrder,
 }
 
 /// A device that failed. Nothing it computed since the last successful `sync` may be used.

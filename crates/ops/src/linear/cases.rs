@@ -3,7 +3,7 @@
 use super::samples::{Kind, Sample, sample};
 use crate::linear::{DenseDtype, GgmlType, PackError, Source, TILE};
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{ActDtype, DryRun, Format, Linear, LinearPart, Op, ScaleDtype};
+use crate::{ActDtype, DryRun, Format, Linear, LinearPart, Op, ScaleDtype, TileOrder};
 
 crate::testing::cases!(
     int8_products_have_the_bits_of_the_definition,
@@ -249,16 +249,23 @@ fn packed_weights_are_the_checkpoint_s() {
     for kind in Kind::quantized() {
         let (n, k) = (37, 2 * kind.unit());
         let sample = sample(&mut b, kind, n, k);
-        let (format, packed) = sample.pack(1);
-        assert_eq!(sample.pack(7), (format, packed.clone()), "{kind:?}");
-        let layout = super::layout::Layout::of(format).expect("quantised");
-        for row in 0..n {
-            let tile = layout.tile_bytes(k).expect("whole groups");
-            let tile = &packed[row / TILE * tile..][..tile];
-            let want = sample.source().dequantize_row(n, k, row).expect("a row");
-            for (i, want) in want.into_iter().enumerate() {
-                let got = layout.weight(tile, row % TILE, i);
-                assert_eq!(got.to_bits(), want.to_bits(), "{kind:?} [{row}, {i}]");
+        for order in [TileOrder::Vectors, TileOrder::Fragments] {
+            let (format, packed) = sample.pack(order, 1);
+            assert_eq!(sample.pack(order, 7), (format, packed.clone()), "{kind:?}");
+            let layout = super::layout::Layout::of(format).expect("quantised");
+            for row in 0..n {
+                let tile = layout.tile_bytes(k).expect("whole groups");
+                let tile = &packed[row / TILE * tile..][..tile];
+                let want = sample.source().dequantize_row(n, k, row).expect("a row");
+                for (i, want) in want.into_iter().enumerate() {
+                    let got = match order {
+                        TileOrder::Vectors => layout.weight(tile, row % TILE, i),
+                        TileOrder::Fragments => {
+                            super::fragments::weight(&layout, tile, row % TILE, i)
+                        }
+                    };
+                    assert_eq!(got.to_bits(), want.to_bits(), "{kind:?} {order:?} [{row}, {i}]");
+                }
             }
         }
     }
@@ -277,7 +284,8 @@ fn pack_names_what_is_wrong() {
     let sample = codes(3, 128, |_, _| 1);
     let source = sample.source();
     let mut out = vec![0; 4096];
-    let piece = |offset, out: &mut [u8]| source.pack_piece(3, 128, offset, out);
+    let piece =
+        |offset, out: &mut [u8]| source.pack_piece(TileOrder::Vectors, (3, 128), offset, out);
     assert!(matches!(piece(1, &mut out), Err(PackError::Piece { offset: 1, .. })));
     assert!(matches!(piece(0, &mut out[..7]), Err(PackError::Piece { bytes: 7, .. })));
     assert!(matches!(piece(usize::MAX, &mut out), Err(PackError::Piece { .. })));

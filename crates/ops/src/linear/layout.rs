@@ -63,7 +63,7 @@ impl Layout {
     }
 
     /// Scale vectors of one kind: 1 (scales) or 2 (scales and biases).
-    fn kinds(&self) -> usize {
+    pub(crate) fn kinds(&self) -> usize {
         if self.symmetric { 1 } else { 2 }
     }
 

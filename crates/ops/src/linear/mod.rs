@@ -3,7 +3,7 @@
 //! | | shape | dtype |
 //! |---|---|---|
 //! | x | `[rows, k]` | activations, see [`Act`] |
-//! | weight | `[n, k]` | any [`Format`]; bytes in `layout.rs`, made by [`Source::pack_piece`] |
+//! | weight | `[n, k]` | any [`Format`]; bytes in `layout.rs` or, for GPUs, `fragments.rs`, made by [`Source::pack_piece`] |
 //! | out | `[rows, n]` | f32; added to where `add` is set |
 //!
 //! # Numerics
@@ -32,6 +32,7 @@
 
 mod dense;
 mod exact;
+mod fragments;
 mod ggml;
 mod host;
 pub(crate) mod layout;

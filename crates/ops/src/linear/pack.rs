@@ -1,12 +1,14 @@
-//! From the bytes of a checkpoint to the bytes that kernels read ([`super::layout`]).
+//! From the bytes of a checkpoint to the bytes that kernels read ([`super::layout`],
+//! [`super::fragments`]).
 //!
 //! Nothing is requantised: the packed matrix holds exactly the checkpoint's weights, but for
 //! f32 and bf16 scales below 2⁻¹⁰⁰, which become 0. (Such a scale contributes nothing, and
 //! kernels may then divide scales by small powers of two without meeting subnormal numbers.)
 
+use super::fragments;
 use super::ggml::{GgmlType, read_block};
 use super::layout::{Layout, SUPER, TILE};
-use crate::{Codes, Format, ScaleDtype};
+use crate::{Codes, Format, ScaleDtype, TileOrder};
 
 /// Storage of an unquantised matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -184,8 +186,8 @@ impl Source<'_> {
     /// parallel.
     pub fn pack_piece(
         &self,
-        n: usize,
-        k: usize,
+        order: TileOrder,
+        (n, k): (usize, usize),
         offset: usize,
         out: &mut [u8],
     ) -> Result<(), PackError> {
@@ -207,9 +209,14 @@ impl Source<'_> {
             tile.fill(0);
             let first = (offset / piece + i) * TILE;
             for row in first..n.min(first + TILE) {
-                for (index, bytes) in tile.chunks_exact_mut(layout.span_bytes()).enumerate() {
+                for index in 0..k / layout.span() {
                     self.read_span(k, row, index, &mut span);
-                    write_span(&layout, bytes, row - first, &span);
+                    match order {
+                        TileOrder::Vectors => write_span(&layout, tile, row - first, index, &span),
+                        TileOrder::Fragments => {
+                            fragments::write_span(&layout, tile, row - first, index, &span);
+                        }
+                    }
                 }
             }
         }
@@ -345,8 +352,9 @@ fn span_params(layout: &Layout, span: &Span, g: usize) -> (f32, f32) {
     }
 }
 
-/// Writes output `o`'s share of a span.
-fn write_span(layout: &Layout, bytes: &mut [u8], o: usize, span: &Span) {
+/// Writes output `o`'s share of a tile's span `index`.
+fn write_span(layout: &Layout, tile: &mut [u8], o: usize, index: usize, span: &Span) {
+    let bytes = &mut tile[index * layout.span_bytes()..][..layout.span_bytes()];
     let (header, codes) = bytes.split_at_mut(layout.header_bytes());
     let element = layout.scale_bytes() / TILE;
     let at = layout.scale_at(o);

@@ -2,7 +2,7 @@
 
 use crate::linear::{DenseDtype, GgmlType, Source};
 use crate::testing::Builder;
-use crate::{Format, ScaleDtype, Weight};
+use crate::{Format, ScaleDtype, TileOrder, Weight};
 
 /// What to make.
 #[derive(Clone, Copy, Debug)]
@@ -75,20 +75,21 @@ impl Sample {
     }
 
     /// The packed matrix, made in pieces of `pieces` rows or tiles.
-    pub(crate) fn pack(&self, pieces: usize) -> (Format, Vec<u8>) {
+    pub(crate) fn pack(&self, order: TileOrder, pieces: usize) -> (Format, Vec<u8>) {
         let (n, k) = (self.n, self.k);
         let format = self.source().check(n, k).expect("a sound sample");
         let piece = format.piece_bytes(k).expect("k in whole groups");
         let mut packed = vec![0xEE; format.packed_bytes(n, k).expect("a size")];
         for (i, out) in packed.chunks_mut(pieces * piece).enumerate() {
-            self.source().pack_piece(n, k, i * pieces * piece, out).expect("whole pieces");
+            let offset = i * pieces * piece;
+            self.source().pack_piece(order, (n, k), offset, out).expect("whole pieces");
         }
         (format, packed)
     }
 
     /// The packed matrix on a device.
     pub(crate) fn weight(&self, b: &mut Builder) -> Weight {
-        let (format, packed) = self.pack(3);
+        let (format, packed) = self.pack(b.tile_order(), 3);
         Weight { buf: b.bytes(&packed), format, n: self.n, k: self.k }
     }
 }

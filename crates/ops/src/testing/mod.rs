@@ -19,7 +19,8 @@ use half::bf16;
 
 use crate::simd::Isa;
 use crate::{
-    Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, LaneStep, Lanes, Mem, Op, Unsupported,
+    Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, LaneStep, Lanes, Mem, Op, TileOrder,
+    Unsupported,
 };
 
 /// Lists the functions of a case file that run on every device. Each of them is also a test of the
@@ -138,6 +139,11 @@ impl<'d> Builder<'d> {
     fn with(dev: &'d mut dyn Device, rows: Rows) -> Builder<'d> {
         let (guards, outputs, expected) = (Vec::new(), Vec::new(), Vec::new());
         Builder { dev, rows, seed: 0x9E37_79B9_7F4A_7C15, guards, outputs, expected }
+    }
+
+    /// How the device wants quantised weights packed.
+    pub(crate) fn tile_order(&self) -> TileOrder {
+        self.dev.info().tiles
     }
 
     fn guarded(&mut self, bytes: usize) -> Buf {
