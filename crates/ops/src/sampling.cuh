@@ -28,7 +28,7 @@ __device__ __forceinline__ float clean(float z) {
 
 // round(2^30 e^x) for x <= 0. NaN weighs nothing.
 __device__ __forceinline__ u32 weight(float x) {
-    if (!(x >= LIGHTEST)) return 0;
+    x = fmaxf(x, LIGHTEST);
     float n = rintf(__fmul_rn(x, 1.44269504088896340736f));
     float r = __fmaf_rn(n, -0.6933594f, x);
     r = __fmaf_rn(n, 2.1219444e-4f, r);
@@ -50,16 +50,20 @@ __device__ __forceinline__ u32 count_output(u32 count, u32 amount) {
     return (count & TOKEN_IN_PROMPT) | outputs;
 }
 
-__device__ __forceinline__ float penalised(const Params &params, float logit, u32 count) {
-    if (count == 0) return logit;
-    float z = logit > 0.0f ? __fdiv_rn(logit, params.repetition) : __fmul_rn(logit, params.repetition);
-    u32 outputs = count & ~TOKEN_IN_PROMPT;
-    if (outputs > 0) {
-        z = __fsub_rn(z, __fmul_rn(params.frequency, __uint2float_rn(outputs)));
-        z = __fsub_rn(z, params.presence);
+struct Penalty {
+    float presence, frequency, repetition;
+    __device__ __forceinline__ bool any() const {
+        return presence != 0.0f || frequency != 0.0f || repetition != 1.0f;
     }
-    return clean(z);
-}
+    // A clean logit of a token with this count.
+    __device__ __forceinline__ float operator()(float logit, u32 count) const {
+        if (count == 0) return logit;
+        float z = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
+        u32 outputs = count & ~TOKEN_IN_PROMPT;
+        if (outputs > 0) z = __fsub_rn(__fsub_rn(z, __fmul_rn(frequency, __uint2float_rn(outputs))), presence);
+        return clean(z);
+    }
+};
 
 // Philox4x32-10.
 __device__ __forceinline__ uint4 philox(u32 index, u32 position, u32 purpose, const u32 *seed) {

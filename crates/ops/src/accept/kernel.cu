@@ -40,14 +40,19 @@ struct Judged {
 
 // Tokens that the end of a search looks at one by one.
 #define FEW 256
+#define NONE (~0u)
+// Loads of a thread that are under way at once, of four logits each.
+#define BATCH 8
 
 struct Shared {
     u64 warp[WARPS], exchange[2][MAX_PARTS];
-    // 256 sums of 64 bits, or the low and the high halves.
-    u64 histogram[256];
+    // Sums by digit over this block's tokens: 64 bits, or the low and the high half of the amounts summed
+    // apart. And over all, the largest digit first.
+    u64 histogram[256], sums[256];
+    // Entries of the first block's list, and what it found.
     u64 list[FEW];
-    u64 before, answer[2];
-    u32 listed, digit;
+    u64 before, answer[3];
+    u32 listed, full, digit;
 };
 __shared__ Shared sh;
 extern __shared__ u32 near_tokens[];
@@ -64,7 +69,8 @@ __device__ __forceinline__ u64 warp_all(u64 x) {
     return x;
 }
 
-// A thread's place: it works on `count` tokens from `first` on, shared with its warp.
+// A thread's place: it works on tokens of `count` from `first` on, shared with its warp: four
+// neighbours at a time.
 struct Place {
     u32 part, parts, tid, warp, lane, first, count, phase;
 
@@ -76,20 +82,47 @@ struct Place {
         if (lane == 0) sh.warp[warp] = x;
         __syncthreads();
         phase ^= 1;
+        u64 *exchange = sh.exchange[phase];
         if (warp == 0) {
             x = warp_all<KIND>(lane < WARPS ? sh.warp[lane] : none);
-            if (lane < parts) peer_put(&sh.exchange[phase][part], lane, x);
+            if (lane < parts) peer_put(&exchange[part], lane, x);
         }
         // Two phases are enough: who writes one for the second time has met all who read it.
         cluster_sync(parts);
-        return warp_all<KIND>(lane < parts ? sh.exchange[phase][lane] : none);
+        return warp_all<KIND>(lane < parts ? exchange[lane] : none);
+    }
+
+    // Calls use(value, id) for this thread's tokens; behind the last there may be some of value 0.
+    template <class Use>
+    __device__ __forceinline__ void each(const u32 *tokens, Use use) const {
+#pragma unroll 2
+        for (u32 j = 4 * lane; j < count; j += 128) {
+            uint4 v = *(const uint4 *)(tokens + j);
+            use(v.x, first + j);
+            use(v.y, first + j + 1);
+            use(v.z, first + j + 2);
+            use(v.w, first + j + 3);
+        }
+    }
+    // The same, and the results take the place of the values.
+    template <class Of>
+    __device__ __forceinline__ void map(u32 *tokens, Of of) const {
+#pragma unroll 2
+        for (u32 j = 4 * lane; j < count; j += 128) {
+            uint4 v = *(const uint4 *)(tokens + j);
+            v.x = of(v.x, first + j);
+            v.y = of(v.y, first + j + 1);
+            v.z = of(v.z, first + j + 2);
+            v.w = of(v.w, first + j + 3);
+            *(uint4 *)(tokens + j) = v;
+        }
     }
 };
 
 // From a processed logit to its weight.
 struct Scale {
     float max, inv_temperature, floor;
-    // Above the likeliest, scaled; less than LIGHTEST if it can't weigh anything.
+    // Above the likeliest, scaled; negative infinity if it can't weigh anything.
     __device__ __forceinline__ float operator()(u32 key) const {
         float z = unordered(key);
         float x = __fmul_rn(__fsub_rn(z, max), inv_temperature);
@@ -97,140 +130,232 @@ struct Scale {
     }
 };
 
-// A token that a search looks at: the larger the order, the earlier it stays. 0 for tokens that are
-// out of the question.
-struct Entry {
-    u64 order;
-    u32 amount, digit;
+// The tokens that stay: of larger values than this, or of this up to an id.
+struct Cut {
+    u32 value, id;
+    // Sum of the amounts of what stays; 0 if not known.
+    u64 total;
+    __device__ __forceinline__ bool keeps(u32 v, u32 i) const {
+        return v > value || (v == value && i <= id);
+    }
 };
-// The k largest logits.
+
+// A search runs over the orders of tokens: the larger, the earlier a token stays. No two are equal.
+// The highest byte spreads what matters over its range; 0 is for tokens out of the question.
+
+// The k largest logits. Byte 7: distance from the largest; 3 to 6: key; 0 to 2: id.
 struct ByLogit {
     Scale scale;
-    __device__ __forceinline__ Entry operator()(u32 key, u32 id) const {
-        float x = scale(key);
-        if (x == NEG_INF) return Entry{0, 0, 0};
-        // Spreads all that weigh anything over the digits.
-        u32 below = min((u32)__fmul_rn(-x, 11.875f), 255u);
-        return Entry{(u64)key << 32 | ~id, 1, 255 - below};
+    __device__ __forceinline__ u64 order(u32 key, u32 id) const {
+        u32 far = min((u32)__fmul_rn(__fsub_rn(scale.max, unordered(key)), 8.0f), 255u);
+        u64 order = (u64)(255 - far) << 56 | (u64)key << 24 | (~id & 0xffffff);
+        return scale(key) == NEG_INF ? 0 : order;
     }
-    static __device__ __forceinline__ u64 amount(u64) { return 1; }
+    static __device__ __forceinline__ u32 value(u64 order) { return (u32)(order >> 24); }
+    static __device__ __forceinline__ u32 id(u64 order) { return ~(u32)order & 0xffffff; }
+    static __device__ __forceinline__ u32 amount(u64) { return 1; }
 };
-// The heaviest, up to a limit of their sum; lighter ones than `light` never reach it.
+// The heaviest. Those of weight `light` never reach the limit. Weights are floats without loss; bytes
+// 4.5 to 7: that float, less its smallest exponent; 2 to 4.5: id.
 struct ByWeight {
     u32 light;
-    __device__ __forceinline__ Entry operator()(u32 weight, u32 id) const {
-        if (weight <= light) return Entry{0, 0, 0};
-        // Eight digits for every power of 2.
-        u32 digit = (__float_as_uint(__uint2float_rn(weight)) >> 20) - (127 << 3);
-        return Entry{(u64)weight << 32 | ~id, weight, digit};
+    __device__ __forceinline__ u64 order(u32 weight, u32 id) const {
+        u32 bits = __float_as_uint(__uint2float_rn(weight)) - (127u << 23);
+        u64 order = (u64)bits << 36 | (u64)(~id & 0xfffff) << 16 | 1;
+        return weight <= light ? 0 : order;
     }
-    static __device__ __forceinline__ u64 amount(u64 order) { return order >> 32; }
+    static __device__ __forceinline__ u32 value(u64 order) {
+        return __float2uint_rz(__uint_as_float((u32)(order >> 36) + (127u << 23)));
+    }
+    static __device__ __forceinline__ u32 id(u64 order) { return ~(u32)(order >> 16) & 0xfffff; }
+    static __device__ __forceinline__ u32 amount(u64 order) { return value(order); }
 };
 
-// In which digit the search goes on: first one of the entries' own, then bytes of the order.
-struct Digits {
-    u32 depth, first;
-    u64 prefix;
-    __device__ __forceinline__ bool has(const Entry &e) const {
-        return e.order != 0 &&
-               (depth == 0 || (e.digit == first && (depth == 1 || e.order >> (72 - 8 * depth) == prefix)));
+// Orders of at least `floor` that have the bits of `prefix` above the lowest `below`.
+struct Range {
+    u64 floor, prefix;
+    u32 below;
+    __device__ __forceinline__ bool has(u64 order) const {
+        return order >= floor && (below == 64 || order >> below == prefix);
     }
-    __device__ __forceinline__ u32 of(const Entry &e) const {
-        return depth == 0 ? e.digit : (u32)(e.order >> (64 - 8 * depth)) & 255;
-    }
+    // The byte that the search goes on with.
+    __device__ __forceinline__ u32 digit(u64 order) const { return (u32)(order >> (below - 8)) & 255; }
     __device__ __forceinline__ void enter(u32 digit) {
-        if (depth == 0) first = digit;
-        else prefix = prefix << 8 | digit;
-        depth++;
+        prefix = prefix << 8 | digit;
+        below -= 8;
     }
+    __device__ __forceinline__ u64 last() const { return prefix << below | (((u64)1 << below) - 1); }
 };
 
-struct Cut {
-    // The least order that stays; 0 if all stay.
-    u64 order;
-    // Sum of the amounts of what stays.
-    u64 total;
-};
+// Empties the block's sums for the next `pick`.
+__device__ __forceinline__ void clear(const Place &place) {
+    if (place.tid < 256) sh.histogram[place.tid] = 0;
+    __syncthreads();
+}
+__device__ __forceinline__ void add(u32 digit, u32 amount) {
+#if NEAR
+    // Sums of halves fit: a part has less than 2^16 tokens.
+    u32 *halves = (u32 *)&sh.histogram[digit];
+    if (amount & 0xffff) atomicAdd(&halves[0], amount & 0xffff);
+    if (amount >> 16) atomicAdd(&halves[1], amount >> 16);
+#else
+    atomicAdd(&sh.histogram[digit], (u64)amount);
+#endif
+}
+// The digit at which the sum over the cluster, from the largest down, reaches the limit: NONE if it
+// doesn't. Then sh.before has the sum over the larger digits.
+__device__ __forceinline__ u32 pick(const Place &place, u64 before, u64 limit) {
+    cluster_sync(place.parts);
+    // Each block adds up its share of the digits, a thread for each of a digit's parts.
+    if (place.tid < 256) {
+        u32 part = place.tid & (place.parts - 1), digit = place.part * (256 / place.parts) + place.tid / place.parts;
+        u64 v = peer_get(&sh.histogram[255 - digit], part), high = NEAR ? v >> 32 : 0;
+        u64 sum = NEAR ? (u32)v : v;
+        for (u32 d = 1; d < place.parts; d <<= 1) {
+            sum += __shfl_xor_sync(WARP_ALL, sum, d);
+            high += __shfl_xor_sync(WARP_ALL, high, d);
+        }
+        peer_put(&sh.sums[digit], part, sum + (high << 16));
+    }
+    cluster_sync(place.parts);
+    u64 sum = place.tid < 256 ? sh.sums[place.tid] : 0, until = warp_scan(sum);
+    if (place.lane == 31) sh.warp[place.warp] = until;
+    __syncthreads();
+    until += before;
+    for (u32 w = 0; w < place.warp; w++) until += sh.warp[w];
+    bool here = place.tid < 256 && until - sum < limit && limit <= until;
+    if (here) sh.digit = 255 - place.tid, sh.before = until - sum;
+    return __syncthreads_or(here) ? sh.digit : NONE;
+}
 
-// Finds where the sum of amounts, from the largest order down, reaches the limit.
-template <class Of>
-__device__ __forceinline__ Cut search(Place &place, const u32 *tokens, Of of, u64 limit) {
-    u32 tid = place.tid, *halves = (u32 *)sh.histogram;
-    Digits digits = {0, 0, 0};
+// The sum of the amounts of larger orders on the first block's list.
+template <class By>
+__device__ __forceinline__ u64 earlier(u32 n, u64 order) {
+    u64 sum = 0;
+#pragma unroll 4
+    for (u32 i = 0; i < n; i++) {
+        u64 other = sh.list[i];
+        if (other > order) sum += By::amount(other);
+    }
+    return sum;
+}
+
+// Brings the tokens of a range to the first block, to which it says whether they were few. `largest`
+// is the largest order of this thread's tokens.
+template <class By>
+__device__ __forceinline__ bool bring(const Place &place, const u32 *tokens, const By &by, u64 largest, const Range &range) {
+    if (largest >= range.floor) place.each(tokens, [&](u32 value, u32 id) {
+        u64 order = by.order(value, id);
+        if (!range.has(order) || *(volatile u32 *)&sh.full) return;
+        u32 at = peer_add(&sh.listed, 0, 1);
+        if (at < FEW) peer_put(&sh.list[at], 0, order);
+        else sh.full = 1;
+    });
+    cluster_sync(place.parts);
+    if (place.tid == 0) sh.full = 0;
+    return sh.listed <= FEW;
+}
+// A word for all blocks, by a thread of the first.
+__device__ __forceinline__ void tell(const Place &place, u32 word, u64 value) {
+    for (u32 part = 0; part < place.parts; part++) peer_put(&sh.answer[word], part, value);
+}
+// Waits for those. The first block forgets its list.
+__device__ __forceinline__ void answered(const Place &place) {
+    if (place.part == 0) {
+        __syncthreads();
+        if (place.tid == 0) sh.listed = 0;
+    }
+    cluster_sync(place.parts);
+}
+
+// A floor for a search, found with the threads' largest orders only: if these reach the limit at a
+// digit, so does the whole, there or above.
+__device__ __forceinline__ u64 floor_of(Place &place, u64 largest, u32 amount, u64 limit) {
+    clear(place);
+    if (largest != 0) add((u32)(largest >> 56), amount);
+    u32 digit = pick(place, 0, limit);
+    return digit == NONE ? 1 : max((u64)digit << 56, (u64)1);
+}
+
+// Finds where the sum of amounts, from the largest order down, reaches the limit; if it does so at
+// all, at `floor` or above. One digit after another, until few tokens are left.
+template <class By>
+__device__ __forceinline__ Cut
+search(Place &place, const u32 *tokens, const By &by, u64 largest, u64 limit, u64 floor) {
+    Range range = {floor, 0, 64};
     u64 before = 0;
     for (;;) {
-        if (tid < 256) sh.histogram[tid] = 0;
-        if (tid == 0) sh.listed = 0, sh.digit = ~0u;
-        __syncthreads();
-        for (u32 j = place.lane; j < place.count; j += 32) {
-            Entry e = of(tokens[j], place.first + j);
-            if (!digits.has(e)) continue;
-            u32 digit = digits.of(e);
-            if (NEAR) {
-                // Sums of halves fit: a part has less than 2^16 tokens.
-                atomicAdd(&halves[digit], e.amount & 0xffff);
-                if (e.amount >> 16) atomicAdd(&halves[256 + digit], e.amount >> 16);
-            } else {
-                atomicAdd(&sh.histogram[digit], (u64)e.amount);
-            }
-        }
-        cluster_sync(place.parts);
-        // The sums over all parts, the largest digit first.
-        u64 sum = 0;
-        if (tid < 256) {
-#pragma unroll 4
-            for (u32 i = 0; i < place.parts; i++) {
-                u32 part = (place.part + i) % place.parts, at = 255 - tid;
-                if (NEAR) sum += peer_get(&halves[at], part) + ((u64)peer_get(&halves[256 + at], part) << 16);
-                else sum += peer_get(&sh.histogram[at], part);
-            }
-        }
-        u64 until = warp_scan(sum);
-        if (place.lane == 31) sh.warp[place.warp] = until;
-        __syncthreads();
-        until += before;
-        for (u32 w = 0; w < place.warp; w++) until += sh.warp[w];
-        if (tid < 256 && until - sum < limit && limit <= until) {
-            sh.digit = 255 - tid;
-            sh.before = until - sum;
-        }
-        __syncthreads();
-        // Less than the limit in all.
-        if (sh.digit == ~0u) return Cut{0, 0};
-        digits.enter(sh.digit);
+        clear(place);
+        if (largest >= range.floor) place.each(tokens, [&](u32 value, u32 id) {
+            u64 order = by.order(value, id);
+            if (range.has(order)) add(range.digit(order), By::amount(order));
+        });
+        u32 digit = pick(place, before, limit);
+        if (digit == NONE) return Cut{0, NONE, 0};
+        range.enter(digit);
+        // The sum over this digit tells how many there are at least.
+        u64 sum = sh.sums[255 - digit];
         before = sh.before;
-        for (u32 j = place.lane; j < place.count; j += 32) {
-            Entry e = of(tokens[j], place.first + j);
-            if (!digits.has(e)) continue;
-            u32 at = peer_add(&sh.listed, 0, 1);
-            if (at < FEW) peer_put(&sh.list[at], 0, e.order);
-        }
-        cluster_sync(place.parts);
+        if (sum > (u64)FEW * By::amount(range.last())) continue;
+        bool listed = bring(place, tokens, by, largest, range);
         if (place.part == 0) {
-            u32 n = sh.listed;
-            bool last = n > FEW && tid == 0;
-            Cut cut = {0, 0};
-            if (n <= FEW && tid < n) {
-                cut.order = sh.list[tid];
-                u64 sum = before, own = Of::amount(cut.order);
-#pragma unroll 4
-                for (u32 i = 0; i < n; i++) {
-                    u64 other = sh.list[i];
-                    if (other > cut.order) sum += Of::amount(other);
-                }
-                cut.total = sum + own;
-                last = sum < limit && limit <= cut.total;
+            u64 order = listed && place.tid < sh.listed ? sh.list[place.tid] : 0;
+            u64 sum = before + (order != 0 ? earlier<By>(sh.listed, order) : 0), amount = By::amount(order);
+            if (order != 0 && sum < limit && limit <= sum + amount) {
+                tell(place, 0, order);
+                tell(place, 1, sum + amount);
             }
-            if (last) {
-                for (u32 part = 0; part < place.parts; part++) {
-                    peer_put(&sh.answer[0], part, cut.order);
-                    peer_put(&sh.answer[1], part, cut.total);
-                }
-            }
+            if (!listed && place.tid == 0) tell(place, 0, 0);
         }
-        cluster_sync(place.parts);
-        if (sh.answer[0] != 0) return Cut{sh.answer[0], sh.answer[1]};
+        answered(place);
+        u64 order = sh.answer[0];
+        if (order != 0) return Cut{By::value(order), By::id(order), sh.answer[1]};
     }
+}
+
+// The weight at which top-p stops: `SamplerParams::nucleus`.
+__device__ __forceinline__ u64 nucleus(u32 top_p, u64 total) {
+    u64 share = min(top_p, ONE);
+    // total * share / 2^30, rounded up.
+    u64 low = total * share, high = __umul64hi(total, share);
+    u64 limit = high << 34 | low >> 30;
+    limit += (low & (ONE - 1)) != 0;
+    return max(limit, (u64)1);
+}
+
+// A short top-k and the top-p after it at once, by the first block. False if too many tokens come
+// close to the k-th.
+__device__ __forceinline__ bool
+shortlist(Place &place, const u32 *tokens, const ByLogit &by, u64 largest, const Params &params, u64 floor, Cut &by_logit, Cut &by_weight) {
+    bool listed = bring(place, tokens, by, largest, Range{floor, 0, 64});
+    if (place.part == 0) {
+        u32 n = listed ? sh.listed : 0, k = min(params.top_k, n);
+        u64 order = place.tid < n ? sh.list[place.tid] : 0;
+        u64 rank = order != 0 ? earlier<ByLogit>(n, order) : 0;
+        bool stays = order != 0 && rank < k;
+        u32 w = stays ? weight(by.scale(ByLogit::value(order))) : 0;
+        if (stays && rank == k - 1) tell(place, 0, order);
+        u64 sum = warp_sum((u64)w), total = 0;
+        if (place.lane == 0) sh.warp[place.warp] = sum;
+        __syncthreads();
+        for (u32 i = 0; i < FEW / 32; i++) total += sh.warp[i];
+        const u64 limit = nucleus(params.top_p, total);
+        order = stays ? ByWeight{0}.order(w, ByLogit::id(order)) : 0;
+        if (place.tid < n) sh.list[place.tid] = order;
+        __syncthreads();
+        sum = order != 0 ? earlier<ByWeight>(n, order) : 0;
+        if (order != 0 && sum < limit && limit <= sum + w) {
+            tell(place, 1, order);
+            tell(place, 2, sum + w);
+        }
+        if (n == 0 && place.tid == 0) tell(place, 1, 0);
+    }
+    answered(place);
+    u64 order = sh.answer[0], heavy = sh.answer[1];
+    if (heavy == 0) return false;
+    by_logit = Cut{ByLogit::value(order), ByLogit::id(order), 0};
+    by_weight = Cut{ByWeight::value(heavy), ByWeight::id(heavy), sh.answer[2]};
+    return true;
 }
 
 // What makes one row's distribution: `Row` of the definition.
@@ -238,7 +363,7 @@ struct Inputs {
     const float *raw;
     const u32 *counts, *drafts, *mask;
     const uint2 *biases;
-    u32 draft_count, bias_count, valid;
+    u32 draft_count, bias_count;
 
     __device__ __forceinline__ bool allows(u32 token) const {
         return mask == nullptr || mask[token / 32] >> token % 32 & 1;
@@ -253,14 +378,14 @@ struct Inputs {
 };
 
 // Proposals and biases, which touch few tokens. What several touch is done by the first's thread.
-__device__ __noinline__ void adjust(u32 *tokens, u32 first, u32 end, const Inputs &in, const Params &params, bool penalties) {
+__device__ __noinline__ void adjust(u32 *tokens, u32 first, u32 end, Inputs in, Penalty penalty) {
     // All threads of the block work on all of its tokens.
-    if (penalties && threadIdx.x < in.draft_count) {
+    if (penalty.any() && threadIdx.x < in.draft_count) {
         u32 token = in.drafts[threadIdx.x], at = 0;
         u32 count = in.drafted(token, at);
         if (token >= first && token < end && at == threadIdx.x && in.allows(token)) {
             u32 all = count_output(in.counts[token], count);
-            tokens[token - first] = ordered(penalised(params, clean(in.raw[token]), all));
+            tokens[token - first] = ordered(penalty(clean(in.raw[token]), all));
         }
     }
     __syncthreads();
@@ -276,16 +401,6 @@ __device__ __noinline__ void adjust(u32 *tokens, u32 first, u32 end, const Input
         tokens[token - first] = ordered(z);
     }
     __syncthreads();
-}
-
-// A limit of a sum of weights: `SamplerParams::nucleus`.
-__device__ __forceinline__ u64 nucleus(u32 top_p, u64 total) {
-    u64 share = min(top_p, ONE);
-    // total * share / 2^30, rounded up.
-    u64 low = total * share, high = __umul64hi(total, share);
-    u64 limit = high << 34 | low >> 30;
-    limit += (low & (ONE - 1)) != 0;
-    return max(limit, (u64)1);
 }
 
 // The sum of the weights at temperature 1 of this thread's raw logits.
@@ -325,6 +440,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
     Place place;
     place.part = blockIdx.x, place.parts = gridDim.x, place.phase = 0;
     place.tid = threadIdx.x, place.warp = place.tid / 32, place.lane = place.tid % 32;
+    if (place.tid == 0) sh.listed = sh.full = 0;
     // Before others write into this block's memory it must be there.
     cluster_sync(place.parts);
     wait();
@@ -332,73 +448,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
     const LaneStep step = steps[lane];
     const Judged judged(step, lane, last);
     if (i >= judged.rows) return;
-    const Params params = all_params[step.slot];
     const u32 row_index = judged.first + i;
     Row *row = row_of(scratch, row_index, row_bytes);
-    Inputs in;
-    in.raw = logits + (u64)row_index * stride;
-    in.counts = counts + (u64)step.slot * valid;
-    in.drafts = ids + step.row0 + 1, in.draft_count = last ? 0 : i;
-    in.biases = biases + (u64)step.slot * bias_capacity;
-    in.bias_count = min(params.biases, bias_capacity);
-    in.mask = params.flags & MASKED && masks != nullptr ? masks + (u64)row_index * ((valid + 31) / 32) : nullptr;
-    in.valid = valid;
-
     const u32 block_first = place.part * WARPS * span;
     place.first = block_first + place.warp * span;
     place.count = place.first < valid ? min(span, valid - place.first) : 0;
     u32 *const block_tokens = NEAR ? near_tokens : row->tokens() + block_first;
     u32 *const tokens = block_tokens + place.warp * span;
+    // The logits are under way before the parameters are known.
+    Inputs in;
+    in.raw = logits + (u64)row_index * stride;
+    Quads<float, float4, BATCH> z(in.raw + place.first, 4 * place.lane, place.count);
+
+    const Params params = all_params[step.slot];
+    in.counts = counts + (u64)step.slot * valid;
+    in.drafts = ids + step.row0 + 1, in.draft_count = last ? 0 : i;
+    in.biases = biases + (u64)step.slot * bias_capacity;
+    in.bias_count = min(params.biases, bias_capacity);
+    in.mask = params.flags & MASKED && masks != nullptr ? masks + (u64)row_index * ((valid + 31) / 32) : nullptr;
     const bool greedy = params.rule == GREEDY || params.rule > INVARIANT;
-    const bool penalties = params.presence != 0.0f || params.frequency != 0.0f || params.repetition != 1.0f;
+    const Penalty penalty = {params.presence, params.frequency, params.repetition};
+    const bool penalties = penalty.any();
     const bool adjusted = (penalties && in.draft_count > 0) || in.bias_count > 0;
-    const bool aligned = aligned16(in.raw), aligned_counts = aligned16(in.counts);
 
     // The largest processed logit, the first of equals, and the largest raw one.
     u32 best = 0, best_at = 0, best_raw = 0;
-    for (u32 at = 4 * place.lane; at < place.count; at += 4 * 128) {
-        float4 z[4];
-        uint4 counted[4];
+    for (u32 at = 4 * place.lane; at < place.count; at += BATCH * 128) {
+        if (at >= BATCH * 128) z = Quads<float, float4, BATCH>(in.raw + place.first, at, place.count);
 #pragma unroll
-        for (u32 u = 0; u < 4; u++) {
-            u32 j = at + 128 * u;
-            z[u] = load4<float, float4>(in.raw + place.first, j, place.count, aligned, NEG_INF);
-            if (penalties)
-                counted[u] = load4<u32, uint4>(in.counts + place.first, j, place.count, aligned_counts, 0);
-        }
+        for (u32 half = 0; half < BATCH; half += BATCH / 2) {
+            Quads<u32, uint4, BATCH / 2> counted;
+            if (penalties) counted = Quads<u32, uint4, BATCH / 2>(in.counts + place.first, at + 128 * half, place.count);
 #pragma unroll
-        for (u32 u = 0; u < 4; u++) {
-            u32 j = at + 128 * u;
-            if (j >= place.count) break;
-            float x[4] = {clean(z[u].x), clean(z[u].y), clean(z[u].z), clean(z[u].w)};
-            u32 n[4] = {counted[u].x, counted[u].y, counted[u].z, counted[u].w};
-            // Spans begin with a mask's word.
-            u32 allowed = in.mask == nullptr ? 15 : in.mask[(place.first + j) / 32] >> j % 32;
-            u32 keys[4];
+            for (u32 u = 0; u < BATCH / 2; u++) {
+                u32 j = at + 128 * (half + u);
+                if (j >= place.count) break;
+                float4 v = z.v[half + u];
+                float x[4] = {clean(v.x), clean(v.y), clean(v.z), clean(v.w)};
+                u32 n[4] = {counted.v[u].x, counted.v[u].y, counted.v[u].z, counted.v[u].w};
+                // Spans begin with a mask's word.
+                u32 allowed = in.mask == nullptr ? 15 : in.mask[(place.first + j) / 32] >> j % 32;
+                u32 keys[4];
 #pragma unroll
-            for (u32 c = 0; c < 4; c++) {
-                best_raw = max(best_raw, ordered(x[c]));
-                if (penalties) x[c] = penalised(params, x[c], n[c]);
-                keys[c] = ordered(allowed >> c & 1 ? x[c] : NEG_INF);
-                if (j + c >= place.count) keys[c] = 0;
-                if (keys[c] > best) best = keys[c], best_at = j + c;
-            }
-            if (greedy && !adjusted) continue;
-            if (NEAR || j + 4 <= place.count) {
-                *(uint4 *)(tokens + j) = make_uint4(keys[0], keys[1], keys[2], keys[3]);
-            } else {
-                for (u32 c = 0; j + c < place.count; c++) tokens[j + c] = keys[c];
+                for (u32 c = 0; c < 4; c++) {
+                    best_raw = max(best_raw, j + c < place.count ? ordered(x[c]) : 0);
+                    if (penalties) x[c] = penalty(x[c], n[c]);
+                    keys[c] = ordered(allowed >> c & 1 ? x[c] : NEG_INF);
+                    if (j + c >= place.count) keys[c] = 0;
+                    if (keys[c] > best) best = keys[c], best_at = j + c;
+                }
+                if (!greedy || adjusted) *(uint4 *)(tokens + j) = make_uint4(keys[0], keys[1], keys[2], keys[3]);
             }
         }
     }
     if (adjusted) {
         __syncthreads();
-        adjust(block_tokens, block_first, min(block_first + WARPS * span, valid), in, params, penalties);
+        adjust(block_tokens, block_first, min(block_first + WARPS * span, valid), in, penalty);
         best = 0;
-        for (u32 j = place.lane; j < place.count; j += 32)
-            if (tokens[j] > best) best = tokens[j], best_at = j;
-    } else {
-        __syncwarp();
+        place.each(tokens, [&](u32 key, u32 id) {
+            if (key > best) best = key, best_at = id - place.first;
+        });
     }
     const u64 winner = place.all<MOST>((u64)best << 32 | ~(place.first + best_at));
     u32 pick = ~(u32)winner;
@@ -423,38 +532,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
         least = place.all<LEAST>(least);
         pick = least == ~(u64)0 ? 0 : (u32)least;
         if (!greedy) {
-            for (u32 j = place.lane; j < place.count; j += 32) tokens[j] = place.first + j == pick ? ONE : 0;
+            place.map(tokens, [&](u32, u32 id) { return id == pick ? ONE : 0; });
             if (pick >= place.first && pick - place.first < place.count) span_sum = ONE;
         }
     } else if (!greedy) {
         const Scale scale = {most, params.inv_temperature, __fadd_rn(most, params.min_logit)};
-        Cut cut = {0, 0};
-        if (params.top_k > 0 && params.top_k < valid)
-            cut = search(place, tokens, ByLogit{scale}, params.top_k);
-        for (u32 j = place.lane; j < place.count; j += 32) {
-            u32 key = tokens[j];
-            float x = scale(key);
-            u32 w = ((u64)key << 32 | ~(place.first + j)) >= cut.order ? weight(x) : 0;
-            tokens[j] = w;
-            span_sum += w;
+        Cut by_logit = {0, NONE, 0}, by_weight = {0, NONE, 0};
+        bool cut = false;
+        if (params.top_k > 0 && params.top_k < valid) {
+            const ByLogit by = {scale};
+            const u64 largest = by.order(best, place.first + best_at);
+            const u64 floor = floor_of(place, largest, 1, params.top_k);
+            if (params.top_k <= FEW / 2) cut = shortlist(place, tokens, by, largest, params, floor, by_logit, by_weight);
+            if (!cut) by_logit = search(place, tokens, by, largest, params.top_k, floor);
         }
-        total = place.all<SUM>(span_sum);
-        const u64 limit = nucleus(params.top_p, total);
-        if (limit < total) {
-            const u32 light = (u32)((total - limit) / valid);
-            cut = search(place, tokens, ByWeight{light}, limit);
-            span_sum = 0;
-            for (u32 j = place.lane; j < place.count; j += 32) {
-                u32 w = tokens[j];
-                if (((u64)w << 32 | ~(place.first + j)) < cut.order) w = 0;
-                tokens[j] = w;
-                span_sum += w;
+        // Logits to weights. A span may have none.
+        u32 heaviest = 0, heaviest_id = 0;
+        const bool any = __any_sync(WARP_ALL, best >= by_logit.value);
+        if (any) place.map(tokens, [&](u32 key, u32 id) {
+            u32 w = by_logit.keeps(key, id) ? weight(scale(key)) : 0;
+            if (!by_weight.keeps(w, id)) w = 0;
+            if (w > heaviest) heaviest = w, heaviest_id = id;
+            span_sum += w;
+            return w;
+        });
+        if (cut) {
+            total = by_weight.total;
+        } else {
+            total = place.all<SUM>(span_sum);
+            const u64 limit = nucleus(params.top_p, total);
+            if (limit < total) {
+                const ByWeight by = {(u32)((total - limit) / valid)};
+                const u64 largest = by.order(heaviest, heaviest_id);
+                const u64 floor = floor_of(place, largest, heaviest, limit);
+                by_weight = search(place, tokens, by, largest, limit, floor);
+                total = by_weight.total;
+                span_sum = 0;
+                if (any) place.map(tokens, [&](u32 w, u32 id) {
+                    w = by_weight.keeps(w, id) ? w : 0;
+                    span_sum += w;
+                    return w;
+                });
             }
-            total = cut.total;
         }
         if (params.rule == INVARIANT) {
             __syncwarp();
-            const u64 won = place.all<LEAST>(race(place, tokens, params, judged.base + i + 1));
+            const u64 won = place.all<LEAST>(any ? race(place, tokens, params, judged.base + i + 1) : NO_ENTRY);
             pick = won == NO_ENTRY ? 0 : (u32)won;
         }
     }
@@ -462,7 +585,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
         span_sum = warp_sum(span_sum);
         if (place.lane == 0) row->sums[place.part * WARPS + place.warp] = span_sum;
         if (NEAR && span_sum > 0)
-            for (u32 j = place.lane; j < place.count; j += 32) row->tokens()[place.first + j] = tokens[j];
+            for (u32 j = 4 * place.lane; j < place.count; j += 128)
+                *(uint4 *)(row->tokens() + place.first + j) = *(const uint4 *)(tokens + j);
     }
     if (place.part == 0 && place.tid == 0) {
         row->total = total;
@@ -503,12 +627,15 @@ __device__ __forceinline__ u128 down32(u128 a) {
 __device__ __forceinline__ double approximate(u128 a) {
     return (double)a.high * 18446744073709551616.0 + (double)a.low;
 }
+// a / b, rounded down, from a number that is off by little.
+__device__ __forceinline__ u64 exactly(u64 about, u128 a, u128 b) {
+    while (a < b * about) about--;
+    while (!(a < b * (about + 1))) about++;
+    return about;
+}
 // a / b, known to be below 2^51: the approximation is off by one at most.
 __device__ u64 quotient(u128 a, u128 b) {
-    u64 q = (u64)(approximate(a) / approximate(b));
-    while (a < b * q) q--;
-    while (!(a < b * (q + 1))) q++;
-    return q;
+    return exactly((u64)(approximate(a) / approximate(b)), a, b);
 }
 // 1 as a prefix weight.
 #define UNIT ((u64)1 << 32)
@@ -578,15 +705,21 @@ __device__ void apply_token_rule(Lane &s, const Params &params, u32 base) {
 }
 
 __device__ void apply_block_rule(Lane &s, const Params &params, u32 base) {
-    if (threadIdx.x == 0) {
-        s.w[0] = UNIT;
-        s.accepted = 0;
+    if (threadIdx.x < 32) {
+        // w[e] = min(1, w[e - 1] p / q), rounded down: about the ratio, and then exactly.
+        u32 own = threadIdx.x + 1;
+        double ratio = 0;
+        if (own <= s.proposed)
+            ratio = approximate(wide(s.own_p[own], s.q_totals[own])) / approximate(wide(s.own_q[own], s.totals[own - 1]));
+        u64 w = UNIT;
         for (u32 e = 1; e <= s.proposed; e++) {
-            u128 p = wide(s.w[e - 1] * s.own_p[e], s.q_totals[e]);
-            u128 q = wide(s.own_q[e], s.totals[e - 1]);
+            u128 p = wide(w * s.own_p[e], s.q_totals[e]), q = wide(s.own_q[e], s.totals[e - 1]);
+            double about = (double)w * __shfl_sync(WARP_ALL, ratio, e - 1);
             bool none = q.high == 0 && q.low == 0;
-            s.w[e] = none ? 0 : p < up32(q) ? quotient(p, q) : UNIT;
+            w = none ? 0 : about > 2.0 * UNIT ? UNIT : min(exactly((u64)about, p, q), UNIT);
+            if (threadIdx.x == 0) s.w[e] = w;
         }
+        if (threadIdx.x == 0) s.accepted = 0;
     }
     __syncthreads();
     for (u32 e = threadIdx.x / 32 + 1; e <= s.proposed; e += LANE_THREADS / 32) {
