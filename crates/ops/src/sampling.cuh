@@ -29,7 +29,10 @@ __device__ __forceinline__ float clean(float z) {
 // round(2^30 e^x) for x <= 0. NaN weighs nothing.
 __device__ __forceinline__ u32 weight(float x) {
     x = fmaxf(x, LIGHTEST);
-    float n = rintf(__fmul_rn(x, 1.44269504088896340736f));
+    // Adding 1.5 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+    const float large = 12582912.0f;
+    float shifted = __fadd_rn(__fmul_rn(x, 1.44269504088896340736f), large);
+    float n = __fsub_rn(shifted, large);
     float r = __fmaf_rn(n, -0.6933594f, x);
     r = __fmaf_rn(n, 2.1219444e-4f, r);
     float p = 1.0f / 5040.0f;
@@ -41,7 +44,8 @@ __device__ __forceinline__ u32 weight(float x) {
     p = __fmaf_rn(p, r, 1.0f);
     p = __fmaf_rn(p, r, 1.0f);
     // 2^n and 2^30 at once: nothing here is subnormal, so nothing rounds.
-    return __float2uint_rn(__fmul_rn(p, __uint_as_float((u32)((i32)n + 127 + 30) << 23)));
+    u32 power = (__float_as_uint(shifted) + (127 + 30)) << 23;
+    return __float2uint_rn(__fmul_rn(p, __uint_as_float(power)));
 }
 
 __device__ __forceinline__ u32 count_output(u32 count, u32 amount) {

@@ -92,28 +92,34 @@ struct Place {
         return warp_all<KIND>(lane < parts ? exchange[lane] : none);
     }
 
-    // Calls use(value, id) for this thread's tokens; behind the last there may be some of value 0.
+    // Calls use(value, id) for this thread's tokens, where any of four neighbours has `least` or more.
+    // Behind the last there may be some of value 0.
     template <class Use>
-    __device__ __forceinline__ void each(const u32 *tokens, Use use) const {
-#pragma unroll 2
+    __device__ __forceinline__ void each(const u32 *tokens, u32 least, Use use) const {
+#pragma unroll 4
         for (u32 j = 4 * lane; j < count; j += 128) {
             uint4 v = *(const uint4 *)(tokens + j);
+            if (max(max(v.x, v.y), max(v.z, v.w)) < least) continue;
             use(v.x, first + j);
             use(v.y, first + j + 1);
             use(v.z, first + j + 2);
             use(v.w, first + j + 3);
         }
     }
-    // The same, and the results take the place of the values.
+    // The same, and the results take the place of the values; 0 that of those left out.
     template <class Of>
-    __device__ __forceinline__ void map(u32 *tokens, Of of) const {
+    __device__ __forceinline__ void map(u32 *tokens, u32 least, Of of) const {
 #pragma unroll 2
         for (u32 j = 4 * lane; j < count; j += 128) {
             uint4 v = *(const uint4 *)(tokens + j);
-            v.x = of(v.x, first + j);
-            v.y = of(v.y, first + j + 1);
-            v.z = of(v.z, first + j + 2);
-            v.w = of(v.w, first + j + 3);
+            if (max(max(v.x, v.y), max(v.z, v.w)) < least) {
+                v = make_uint4(0, 0, 0, 0);
+            } else {
+                v.x = of(v.x, first + j);
+                v.y = of(v.y, first + j + 1);
+                v.z = of(v.z, first + j + 2);
+                v.w = of(v.w, first + j + 3);
+            }
             *(uint4 *)(tokens + j) = v;
         }
     }
@@ -127,6 +133,12 @@ struct Scale {
         float z = unordered(key);
         float x = __fmul_rn(__fsub_rn(z, max), inv_temperature);
         return key != 0 && z >= floor && x >= LIGHTEST ? x : NEG_INF;
+    }
+    // Keys below this weigh nothing.
+    __device__ __forceinline__ u32 least() const {
+        float far = __fsub_rd(max, __fdiv_ru(-LIGHTEST + 0.5f, inv_temperature));
+        u32 key = inv_temperature > 0.0f ? ordered(far) : 1;
+        return floor > NEG_INF ? ::max(key, ordered(floor)) : key;
     }
 };
 
@@ -143,20 +155,26 @@ struct Cut {
 // A search runs over the orders of tokens: the larger, the earlier a token stays. No two are equal.
 // The highest byte spreads what matters over its range; 0 is for tokens out of the question.
 
-// The k largest logits. Byte 7: distance from the largest; 3 to 6: key; 0 to 2: id.
+// The k largest logits. From the top: 12 bits of the distance from the largest, 32 of the key, 20 of
+// the id.
 struct ByLogit {
     Scale scale;
     __device__ __forceinline__ u64 order(u32 key, u32 id) const {
-        u32 far = min((u32)__fmul_rn(__fsub_rn(scale.max, unordered(key)), 8.0f), 255u);
-        u64 order = (u64)(255 - far) << 56 | (u64)key << 24 | (~id & 0xffffff);
+        u32 far = min((u32)__fmul_rn(__fsub_rn(scale.max, unordered(key)), 128.0f), 4095u);
+        u64 order = (u64)(4095 - far) << 52 | (u64)key << 20 | (~id & 0xfffff);
         return scale(key) == NEG_INF ? 0 : order;
     }
-    static __device__ __forceinline__ u32 value(u64 order) { return (u32)(order >> 24); }
-    static __device__ __forceinline__ u32 id(u64 order) { return ~(u32)order & 0xffffff; }
+    // No value below this has an order with such a highest byte, or a larger one.
+    __device__ __forceinline__ u32 least(u32 digit) const {
+        u32 key = ordered(__fsub_rd(scale.max, (float)(256 - digit) * 0.125f));
+        return digit == 0 ? 1 : key;
+    }
+    static __device__ __forceinline__ u32 value(u64 order) { return (u32)(order >> 20); }
+    static __device__ __forceinline__ u32 id(u64 order) { return ~(u32)order & 0xfffff; }
     static __device__ __forceinline__ u32 amount(u64) { return 1; }
 };
-// The heaviest. Those of weight `light` never reach the limit. Weights are floats without loss; bytes
-// 4.5 to 7: that float, less its smallest exponent; 2 to 4.5: id.
+// The heaviest. Those of weight `light` never reach the limit. Weights are floats without loss: 28
+// bits of that float, less its smallest exponent, and 20 of the id.
 struct ByWeight {
     u32 light;
     __device__ __forceinline__ u64 order(u32 weight, u32 id) const {
@@ -164,6 +182,7 @@ struct ByWeight {
         u64 order = (u64)bits << 36 | (u64)(~id & 0xfffff) << 16 | 1;
         return weight <= light ? 0 : order;
     }
+    __device__ __forceinline__ u32 least(u32 digit) const { return max(value((u64)digit << 56), light + 1); }
     static __device__ __forceinline__ u32 value(u64 order) {
         return __float2uint_rz(__uint_as_float((u32)(order >> 36) + (127u << 23)));
     }
@@ -183,6 +202,10 @@ struct Range {
     __device__ __forceinline__ void enter(u32 digit) {
         prefix = prefix << 8 | digit;
         below -= 8;
+    }
+    // The least highest byte.
+    __device__ __forceinline__ u32 highest() const {
+        return (u32)((below == 64 ? floor : max(floor, prefix << below)) >> 56);
     }
     __device__ __forceinline__ u64 last() const { return prefix << below | (((u64)1 << below) - 1); }
 };
@@ -244,7 +267,7 @@ __device__ __forceinline__ u64 earlier(u32 n, u64 order) {
 // is the largest order of this thread's tokens.
 template <class By>
 __device__ __forceinline__ bool bring(const Place &place, const u32 *tokens, const By &by, u64 largest, const Range &range) {
-    if (largest >= range.floor) place.each(tokens, [&](u32 value, u32 id) {
+    if (largest >= range.floor) place.each(tokens, by.least(range.highest()), [&](u32 value, u32 id) {
         u64 order = by.order(value, id);
         if (!range.has(order) || *(volatile u32 *)&sh.full) return;
         u32 at = peer_add(&sh.listed, 0, 1);
@@ -286,7 +309,7 @@ search(Place &place, const u32 *tokens, const By &by, u64 largest, u64 limit, u6
     u64 before = 0;
     for (;;) {
         clear(place);
-        if (largest >= range.floor) place.each(tokens, [&](u32 value, u32 id) {
+        if (largest >= range.floor) place.each(tokens, by.least(range.highest()), [&](u32 value, u32 id) {
             u64 order = by.order(value, id);
             if (range.has(order)) add(range.digit(order), By::amount(order));
         });
@@ -505,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
         __syncthreads();
         adjust(block_tokens, block_first, min(block_first + WARPS * span, valid), in, penalty);
         best = 0;
-        place.each(tokens, [&](u32 key, u32 id) {
+        place.each(tokens, 1, [&](u32 key, u32 id) {
             if (key > best) best = key, best_at = id - place.first;
         });
     }
@@ -532,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
         least = place.all<LEAST>(least);
         pick = least == ~(u64)0 ? 0 : (u32)least;
         if (!greedy) {
-            place.map(tokens, [&](u32, u32 id) { return id == pick ? ONE : 0; });
+            place.map(tokens, 0, [&](u32, u32 id) { return id == pick ? ONE : 0; });
             if (pick >= place.first && pick - place.first < place.count) span_sum = ONE;
         }
     } else if (!greedy) {
@@ -548,8 +571,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
         }
         // Logits to weights. A span may have none.
         u32 heaviest = 0, heaviest_id = 0;
-        const bool any = __any_sync(WARP_ALL, best >= by_logit.value);
-        if (any) place.map(tokens, [&](u32 key, u32 id) {
+        const u32 least = max(scale.least(), by_logit.value);
+        const bool any = __any_sync(WARP_ALL, best >= least);
+        if (any) place.map(tokens, least, [&](u32 key, u32 id) {
             u32 w = by_logit.keeps(key, id) ? weight(scale(key)) : 0;
             if (!by_weight.keeps(w, id)) w = 0;
             if (w > heaviest) heaviest = w, heaviest_id = id;
@@ -568,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) accept_rows(
                 by_weight = search(place, tokens, by, largest, limit, floor);
                 total = by_weight.total;
                 span_sum = 0;
-                if (any) place.map(tokens, [&](u32 w, u32 id) {
+                if (any) place.map(tokens, max(by_weight.value, 1u), [&](u32 w, u32 id) {
                     w = by_weight.keeps(w, id) ? w : 0;
                     span_sum += w;
                     return w;

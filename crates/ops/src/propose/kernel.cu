@@ -46,31 +46,39 @@ __device__ __forceinline__ const u16 *before_row(const Codebooks &books, u32 i, 
 // Brings the rows of the candidates of n proposals to shared memory.
 __device__ __forceinline__ void stage(const Codebooks &books, u32 n, u32 k) {
 #if RANK > 0 && STAGED
-    const u32 pieces = RANK / 8, all = n * k * 2 * pieces;
-    for (u32 at = threadIdx.x; at < all; at += 8 * THREADS) {
-        uint4 v[8];
-#pragma unroll
-        for (u32 u = 0; u < 8; u++) {
-            u32 p = at + u * THREADS, row = p / pieces;
-            if (p >= all) break;
-            u32 token = sh.tokens[row / 2 / k][row / 2 % k];
-            const u16 *x = (row % 2 == 0 ? books.successor : books.predecessor) + books.at(token);
-            v[u] = ((const uint4 *)x)[p % pieces];
-        }
-#pragma unroll
-        for (u32 u = 0; u < 8; u++) {
-            u32 p = at + u * THREADS;
-            if (p < all) staged[p / pieces * (PITCH / 8) + p % pieces] = v[u];
-        }
+    const u32 pieces = RANK / 8;
+    for (u32 at = threadIdx.x; at < n * k * pieces; at += THREADS) {
+        u32 row = at / pieces, piece = at % pieces;
+        u64 from = books.at(sh.tokens[row / k][row % k]) + 8 * piece;
+        u32 to = (u32)__cvta_generic_to_shared(staged + row * 2 * (PITCH / 8) + piece);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(books.successor + from) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 2 * PITCH), "l"(books.predecessor + from) : "memory");
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
+// This thread's share of a row of queries.
+struct Query {
+    float q[(RANK + THREADS - 1) / THREADS + 1];
+    __device__ __forceinline__ void read(const float *row) {
+#pragma unroll
+        for (int j = 0; THREADS * j < RANK; j++) {
+            int r = THREADS * j + threadIdx.x;
+            if (r < RANK) q[j] = row[r];
+        }
+    }
+};
+
 // Adds sum(before query after) to the scores of proposal i.
-__device__ __forceinline__ void rescore(const Codebooks &books, const u16 *before, const float *query, u32 i, u32 k) {
+__device__ __forceinline__ void rescore(const Codebooks &books, const u16 *before, const Query &query, u32 i, u32 k) {
 #if RANK > 0
     u32 tid = threadIdx.x, c = tid / 4, t = tid % 4;
-    for (u32 r = tid; r < RANK; r += THREADS) sh.products[r] = __fmul_rn(bf16_to_f32(before[r]), query[r]);
+#pragma unroll
+    for (int j = 0; THREADS * j < RANK; j++) {
+        u32 r = THREADS * j + tid;
+        if (r < RANK) sh.products[r] = __fmul_rn(bf16_to_f32(before[r]), query.q[j]);
+    }
     __syncthreads();
     if (tid < 4 * MAX_K) {
         // 4 threads have a candidate, and of its 16 lanes 4 each.
@@ -131,8 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) propose(
         }
         __syncthreads();
         const u16 *before = books.predecessor + books.at(token_before);
+        Query now, next;
+        if (RANK > 0) next.read(query + (u64)row * RANK);
         for (u32 i = RANK > 0 ? 0 : warp; i < n; i += RANK > 0 ? 1 : THREADS / 32) {
-            rescore(books, before, query + (u64)(row + i) * RANK, i, k);
+            now = next;
+            if (RANK > 0 && i + 1 < n) next.read(query + (u64)(row + i + 1) * RANK);
+            rescore(books, before, now, i, k);
             if (RANK == 0 || warp == 0) {
                 u32 token = there ? sh.tokens[i][c] : 0;
                 float score = there ? clean(sh.scores[i][c]) : NEG_INF;
