@@ -1,4 +1,5 @@
-//! Repository chores: `cargo xtask tidy`, `cargo xtask size`, `cargo xtask ci`.
+//! Repository chores: `cargo xtask tidy`, `cargo xtask size`, `cargo xtask ci`,
+//! `cargo xtask check-kernels [--cases]`.
 
 use std::process::Command;
 
@@ -13,7 +14,8 @@ fn main() -> Result<()> {
             Ok(())
         }
         Some("ci") => ci(),
-        other => bail!("usage: cargo xtask tidy|size|ci (got {other:?})"),
+        Some("check-kernels") => check_kernels(),
+        other => bail!("usage: cargo xtask tidy|size|ci|check-kernels (got {other:?})"),
     }
 }
 
@@ -28,6 +30,14 @@ fn ci() -> Result<()> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])?;
     cargo(&["test", "--workspace", "--locked"])
+}
+
+/// Compiles every CUDA kernel for every architecture; needs NVIDIA's compiler library, but no card.
+fn check_kernels() -> Result<()> {
+    let rest: Vec<String> = std::env::args().skip(2).collect();
+    let mut args = vec!["run", "--package", "cuda", "--example", "check_kernels", "--"];
+    args.extend(rest.iter().map(String::as_str));
+    cargo(&args)
 }
 
 fn cargo(args: &[&str]) -> Result<()> {

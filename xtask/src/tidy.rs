@@ -72,8 +72,23 @@ fn op_folders(root: &Path, faults: &mut Vec<String>) -> Result<()> {
                 faults.push(format!("op folder {name} lacks {part}"));
             }
         }
+        if let Ok(cases) = std::fs::read_to_string(dir.join("cases.rs")) {
+            unlisted_cases(&format!("ops/src/{name}/cases.rs"), &cases, faults);
+        }
     }
     Ok(())
+}
+
+/// A case marked for every device runs on the others only if its file's list names it.
+pub fn unlisted_cases(shown: &str, text: &str, faults: &mut Vec<String>) {
+    let list = text.split("cases!(").nth(1).and_then(|rest| rest.split(')').next()).unwrap_or("");
+    let listed: Vec<&str> = list.split(',').map(str::trim).collect();
+    for rest in text.split("#[cfg_attr(test, test)]\n").skip(1) {
+        let name = rest.split("fn ").nth(1).and_then(|rest| rest.split('(').next()).unwrap_or("");
+        if !listed.contains(&name) {
+            faults.push(format!("{shown}: `{name}` is missing from cases!"));
+        }
+    }
 }
 
 fn sources(root: &Path, faults: &mut Vec<String>) -> Result<()> {

@@ -3,6 +3,7 @@
 //! Arms run in the order A B B A, on the same tokens, greedily. Every figure comes with its spread,
 //! and the read bandwidth is measured before and after: if it moved, the machine was not quiet.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use engine::{Drafter, Engine, Request, Sampler, SamplingDefaults, SamplingOptions, Session};
@@ -20,21 +21,24 @@ const REPEATS: usize = 3;
 
 /// Milliseconds of repeated measurements.
 #[derive(Clone, Copy, Debug)]
-struct Spread {
+pub struct Spread {
     least: f64,
-    median: f64,
+    /// The middle one.
+    pub median: f64,
     most: f64,
 }
 
 impl Spread {
-    fn of(mut times: Vec<Duration>) -> Spread {
+    /// Of these.
+    pub fn of(mut times: Vec<Duration>) -> Spread {
         times.sort();
         let ms = |time: &Duration| 1e3 * time.as_secs_f64();
         let median = times.get(times.len() / 2).map_or(0.0, ms);
         Spread { least: times.first().map_or(0.0, ms), median, most: times.last().map_or(0.0, ms) }
     }
 
-    fn shown(&self) -> String {
+    /// For people.
+    pub fn shown(&self) -> String {
         format!("{:.2} ms ({:.2} to {:.2})", self.median, self.least, self.most)
     }
 }
@@ -109,14 +113,16 @@ fn tokens<D: Device>(engine: &Engine<D>, count: usize) -> Vec<u32> {
     (0..count as u64).map(|i| (i.wrapping_mul(2_654_435_761) >> 7) as u32 % vocab as u32).collect()
 }
 
-fn request<D: Device>(engine: &Engine<D>, prompt: usize) -> anyhow::Result<Request> {
+/// A greedy answer without an end, after so many tokens.
+pub fn request<D: Device>(engine: &Engine<D>, prompt: usize) -> anyhow::Result<Request> {
     let options = SamplingOptions { temperature: Some(0.0), ..SamplingOptions::default() };
     let sampler: Sampler = options.resolve(&SamplingDefaults::default(), engine.target().vocab)?;
     let prompt = tokens(engine, prompt);
     Ok(Request { prompt, max_tokens: usize::MAX, stop_tokens: Vec::new(), sampler })
 }
 
-fn prefill_once<D: Device>(engine: &mut Engine<D>, count: usize) -> anyhow::Result<Duration> {
+/// Time of a prefill.
+pub fn prefill_once<D: Device>(engine: &mut Engine<D>, count: usize) -> anyhow::Result<Duration> {
     let request = request(engine, count + 1)?;
     let mut session = Session::new(0);
     let start = Instant::now();
@@ -150,8 +156,8 @@ fn timed_rounds<D: Device>(
     Ok(times)
 }
 
-/// [`timed_rounds`] with the engine's drafter, or with none.
-fn rounds<D: Device>(
+/// The time of each of some rounds with the engine's drafter, or with none.
+pub fn rounds<D: Device>(
     engine: &mut Engine<D>,
     draft: bool,
     warm: &mut dyn FnMut(&mut Engine<D>),
@@ -167,26 +173,44 @@ fn rounds<D: Device>(
 
 /// Time, share and bandwidth of each op over some rounds.
 pub fn ops<D: Device>(engine: &mut Engine<Trace<D>>, draft: bool) -> anyhow::Result<Section> {
+    engine.dev.stamping = true;
     // The prompt's pass and the warm-up rounds don't count.
-    let rounds = rounds(engine, draft, &mut |engine| engine.dev.ops.clear())?;
-    let time: Duration = rounds.iter().sum();
-    let all = time.as_secs_f64() / rounds.len().max(1) as f64;
-    let mut list: Vec<(&str, OpCount)> = engine.dev.ops.iter().map(|(n, c)| (*n, *c)).collect();
-    list.sort_by_key(|(_, count)| std::cmp::Reverse(count.time));
+    let rounds = rounds(engine, draft, &mut |engine| engine.dev.ops.clear());
+    engine.dev.stamping = false;
+    let count = rounds?.len().max(1);
+    let title = if draft { "Ops of a round" } else { "Ops of one row" };
+    Ok(Section { title: title.into(), facts: op_facts(&engine.dev.ops, count, None) })
+}
+
+/// A line for each kind of op, the longest first, and their sum. `peak` is bytes per second.
+pub fn op_facts(
+    ops: &BTreeMap<&'static str, OpCount>,
+    rounds: usize,
+    peak: Option<f64>,
+) -> Vec<(String, String)> {
+    let mut list: Vec<(&str, OpCount)> = ops.iter().map(|(name, op)| (*name, *op)).collect();
+    list.sort_by_key(|(_, op)| std::cmp::Reverse(op.time));
+    let all: f64 = list.iter().map(|(_, op)| op.time.as_secs_f64()).sum();
     let mut facts: Vec<(String, String)> = list
         .into_iter()
-        .map(|(name, count)| {
-            let seconds = count.time.as_secs_f64() / rounds.len().max(1) as f64;
-            let bytes = (count.cost.weight_bytes + count.cost.other_bytes) as f64;
-            let rate = bytes / count.time.as_secs_f64().max(1e-12) / 1e9;
-            let share = 100.0 * seconds / all;
-            let runs = count.runs / rounds.len().max(1);
-            let text =
-                format!("{:7.3} ms  {share:5.1} %  {rate:7.1} GB/s  {runs:4} runs", 1e3 * seconds);
+        .map(|(name, op)| {
+            let seconds = op.time.as_secs_f64();
+            let bytes = (op.cost.weight_bytes + op.cost.other_bytes) as f64;
+            let rate = bytes / seconds.max(1e-12);
+            let of_peak = peak.map_or(String::new(), |peak| {
+                let tflops = op.cost.flops as f64 / seconds.max(1e-12) / 1e12;
+                format!(" {:5.1} % of peak {tflops:7.2} TFLOP/s", 100.0 * rate / peak)
+            });
+            let text = format!(
+                "{:7.3} ms {:5.1} % {:7.1} GB/s{of_peak} {:4} runs",
+                1e3 * seconds / rounds as f64,
+                100.0 * seconds / all.max(1e-12),
+                rate / 1e9,
+                op.runs / rounds
+            );
             (name.to_owned(), text)
         })
         .collect();
-    facts.push(("whole round".to_owned(), format!("{:7.3} ms", 1e3 * all)));
-    let title = if draft { "Ops of a round" } else { "Ops of one row" };
-    Ok(Section { title: title.into(), facts })
+    facts.push(("sum".to_owned(), format!("{:7.3} ms", 1e3 * all / rounds as f64)));
+    facts
 }

@@ -6,13 +6,14 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use engine::{Rule, SamplingOptions};
 
 use crate::config::Surroundings;
-use crate::generate::{GenerateOptions, Isa, LoadRequest};
+use crate::generate::{DeviceKind, GenerateOptions, Isa, LoadRequest};
 
 /// Runs Qwen3.5-family hybrid models in 4 bits, with drafts verified in one pass.
 #[derive(Debug, Parser)]
 #[command(name = "th-engine", version = version(), arg_required_else_help = true, max_term_width = 100)]
 #[command(after_help = "\
-Environment: TH_ENGINE_MODELS (folders of models, separated as in PATH), TH_ISA (as --isa), NO_COLOR.
+Environment: TH_ENGINE_MODELS (folders of models, separated as in PATH), TH_ISA (as --isa), TH_NVRTC (folder of \
+libnvrtc.so.13), NO_COLOR.
 Exit status: 0 done, 1 failed while running, 2 wrong command line, 3 model not found or not loaded, \
 130 interrupted.")]
 pub struct Cli {
@@ -50,6 +51,8 @@ error otherwise.")]
     Inspect(InspectArgs),
     /// Measure prefill, decode and rounds here, next to what the bytes allow
     Bench(BenchArgs),
+    /// Show where the time of a prefill and of rounds goes: device time of each op, launches, gaps
+    Profile(ProfileArgs),
 }
 
 /// Model and machine, for every command.
@@ -76,6 +79,10 @@ pub struct EngineArgs {
     /// Instruction set of the host kernels; all give the same bits [default: auto]
     #[arg(long, global = true, value_enum, value_name = "ISA")]
     pub isa: Option<Isa>,
+
+    /// What computes
+    #[arg(long, global = true, value_enum, value_name = "DEVICE", default_value_t)]
+    pub device: DeviceKind,
 }
 
 /// The model as the first argument of a command.
@@ -124,7 +131,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     /// Print one JSON object instead of text: text, reasoning, tokens, finish_reason, usage,
-    /// timings, model, draft, device, build
+    /// timings, counters, model, draft, device, build
     #[arg(long)]
     pub json: bool,
     /// How the answer is made
@@ -156,6 +163,17 @@ pub struct BenchArgs {
     /// Also time every kind of op; the rounds themselves get slower by it
     #[arg(long)]
     pub ops: bool,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `profile`.
+#[derive(Debug, Args)]
+pub struct ProfileArgs {
+    /// The model
+    #[command(flatten)]
+    pub model: ModelArg,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,
@@ -267,8 +285,13 @@ impl Cli {
             Command::Chat(args) => Some(&args.answer),
             Command::Run(args) => Some(&args.answer),
             Command::Inspect(_) => None,
-            Command::Bench(_) => None,
+            Command::Bench(_) | Command::Profile(_) => None,
         };
+        if cli.engine.device == DeviceKind::Cuda && cli.engine.isa.is_some() {
+            return conflict(
+                "--isa chooses kernels of the CPU; leave it out with --device cuda".into(),
+            );
+        }
         if let Some(answer) = answer
             && answer.acceptance == Some(Acceptance::Greedy)
             && answer.temperature.is_some_and(|t| t > 0.0)
@@ -294,6 +317,8 @@ impl Cli {
             threads: self.engine.threads.map(|n| n as usize),
             context: self.engine.context.map(|n| n as usize),
             isa: surroundings.isa(self.engine.isa).map_err(anyhow::Error::msg)?,
+            device: self.engine.device,
+            cuda: surroundings.cuda(self.engine.threads.map_or(0, |n| n as usize)),
         })
     }
 
@@ -303,6 +328,7 @@ impl Cli {
             Command::Run(args) => &args.model,
             Command::Inspect(args) => &args.model,
             Command::Bench(args) => &args.model,
+            Command::Profile(args) => &args.model,
         }
     }
 }

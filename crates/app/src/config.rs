@@ -21,6 +21,12 @@ pub struct Surroundings {
     pub models: Option<OsString>,
     /// `TH_ISA`: the instruction set if `--isa` is not given.
     pub isa: Option<String>,
+    /// `TH_NVRTC`: a folder with NVIDIA's run-time compiler.
+    pub nvrtc: Option<PathBuf>,
+    /// `CUDA_HOME` or `CUDA_PATH`: a CUDA toolkit.
+    pub cuda_home: Option<PathBuf>,
+    /// The user's cache folder.
+    pub cache_dir: Option<PathBuf>,
     /// The folder of the running binary.
     pub exe_dir: Option<PathBuf>,
     /// The user's data folder (`$XDG_DATA_HOME` or what the system has instead).
@@ -33,12 +39,16 @@ impl Surroundings {
     pub fn read() -> Surroundings {
         use etcetera::BaseStrategy;
         let exe = std::env::current_exe().and_then(|exe| exe.canonicalize()).ok();
-        let data = etcetera::choose_base_strategy().ok().map(|dirs| dirs.data_dir());
+        let dirs = etcetera::choose_base_strategy().ok();
+        let folder = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         Surroundings {
             models: std::env::var_os("TH_ENGINE_MODELS").filter(|value| !value.is_empty()),
             isa: std::env::var("TH_ISA").ok().filter(|value| !value.is_empty()),
+            nvrtc: folder("TH_NVRTC"),
+            cuda_home: folder("CUDA_HOME").or_else(|| folder("CUDA_PATH")),
+            cache_dir: dirs.as_ref().map(|dirs| dirs.cache_dir()),
             exe_dir: exe.and_then(|exe| exe.parent().map(Path::to_owned)),
-            data_dir: data,
+            data_dir: dirs.map(|dirs| dirs.data_dir()),
         }
     }
 
@@ -104,6 +114,15 @@ impl Surroundings {
             Ok(ModelRef::Synthetic(_)) => Ok(DraftRef::Synthetic),
             Err(error) => Err(NotFound { what: "draft", ..error }),
         }
+    }
+
+    /// How a card is opened: its compiler is looked for where the environment says, then beside the
+    /// binary; compiled kernels are kept in the user's cache folder.
+    pub fn cuda(&self, threads: usize) -> cuda::Options {
+        let home = self.cuda_home.iter().map(|home| home.join("lib64"));
+        let nvrtc = self.nvrtc.iter().cloned().chain(self.exe_dir.iter().cloned()).chain(home);
+        let cache = self.cache_dir.as_ref().map(|dir| dir.join("th-engine/kernels"));
+        cuda::Options { nvrtc: nvrtc.collect(), cache, threads, ..cuda::Options::default() }
     }
 
     /// The instruction set: the option, else `TH_ISA`, else the best there is.
@@ -183,7 +202,7 @@ mod tests {
             models: std::env::join_paths(["/one", "/two"]).ok(),
             exe_dir: Some("/opt/bin".into()),
             data_dir: Some("/home/me/.local/share".into()),
-            isa: None,
+            ..Surroundings::default()
         };
         let folders = surroundings.model_folders();
         let expected = [
@@ -250,6 +269,21 @@ mod tests {
         assert_eq!(draft("synth"), Ok(DraftRef::Synthetic));
         assert!(draft("no-such").unwrap_err().to_string().starts_with("no draft \"no-such\""));
         std::fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn the_compiler_and_the_cache_of_a_card() {
+        let surroundings = Surroundings {
+            nvrtc: Some("/n".into()),
+            cuda_home: Some("/c".into()),
+            cache_dir: Some("/cache".into()),
+            exe_dir: Some("/bin".into()),
+            ..Surroundings::default()
+        };
+        let options = surroundings.cuda(3);
+        assert_eq!(options.nvrtc, ["/n", "/bin", "/c/lib64"].map(PathBuf::from));
+        assert_eq!(options.cache, Some("/cache/th-engine/kernels".into()));
+        assert_eq!(options.threads, 3);
     }
 
     #[test]

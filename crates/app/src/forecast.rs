@@ -3,19 +3,19 @@
 use engine::{Drafter, Engine};
 use model::spec::LayerKind;
 use model::{DraftSource, TargetSource};
-use ops::{Device, DryRun, Host};
+use ops::{Device, DryRun};
 
 use crate::generate::Section;
 
 /// Bytes of the buffer that stands for the weights when bandwidth is measured without them.
-const PROBE_BYTES: usize = 256 << 20;
+const PROBE_BYTES: usize = 1 << 30;
 
 /// Bytes per second that this machine reads from a fresh buffer, 0 where there is no memory for it.
-pub fn bandwidth(mut host: Host) -> f64 {
-    let Ok(buf) = host.alloc(PROBE_BYTES, "bandwidth probe") else { return 0.0 };
+pub fn bandwidth(mut dev: Box<dyn Device>) -> f64 {
+    let Ok(buf) = dev.alloc(PROBE_BYTES, "bandwidth probe") else { return 0.0 };
     // Untouched pages would all be one zero page: write them first.
-    host.upload(buf, 1 << 20, &|_, piece| piece.fill(1));
-    host.read_bandwidth(&[buf])
+    dev.upload(buf, 1 << 20, &|_, piece| piece.fill(1));
+    dev.read_bandwidth(&[buf])
 }
 
 /// Geometry, draft, memory plan and routes.

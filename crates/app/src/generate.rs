@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use engine::SamplingOptions;
+pub use ops::Counters;
 
 use crate::text::gguf_vocab::GgufVocab;
 
@@ -23,6 +24,22 @@ pub struct LoadRequest {
     pub context: Option<usize>,
     /// The instruction set of the host kernels.
     pub isa: Isa,
+    /// What computes.
+    pub device: DeviceKind,
+    /// How an NVIDIA card is opened.
+    pub cuda: cuda::Options,
+}
+
+/// What computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum DeviceKind {
+    /// An NVIDIA card if there is one that can run the model, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA card.
+    Cuda,
 }
 
 /// Where the target model comes from.
@@ -159,6 +176,11 @@ pub trait Generator {
     /// Ends the generation early, for a stop string or the user. What was generated stays usable
     /// for the next prompt.
     fn stop(&mut self);
+
+    /// What the device did since it was opened.
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
 }
 
 /// Where the text side of a model is found.
@@ -229,4 +251,7 @@ pub trait Loader {
 
     /// Measures speed; with `ops`, also of every kind of op.
     fn bench(&self, request: &LoadRequest, ops: bool) -> anyhow::Result<Vec<Section>>;
+
+    /// Measures where the time of each phase goes.
+    fn profile(&self, request: &LoadRequest) -> anyhow::Result<Vec<Section>>;
 }

@@ -6,7 +6,7 @@ use std::io::Write;
 use serde_json::{Map, Value, json};
 
 use crate::Failure;
-use crate::cli::{BenchArgs, InspectArgs, version};
+use crate::cli::{BenchArgs, InspectArgs, ProfileArgs, version};
 use crate::generate::{LoadRequest, Loader, Section};
 use crate::session::open_text;
 use crate::text::chat::ChatText;
@@ -23,6 +23,17 @@ pub fn run(loader: &dyn Loader, request: &LoadRequest, args: &InspectArgs) -> Re
 /// Runs `bench`.
 pub fn bench(loader: &dyn Loader, request: &LoadRequest, args: &BenchArgs) -> Result<(), Failure> {
     let sections = loader.bench(request, args.ops).map_err(Failure::Run)?;
+    let output = if args.json { as_json(&sections).to_string() } else { as_text(&sections) };
+    writeln!(std::io::stdout(), "{output}").map_err(Failure::write)
+}
+
+/// Runs `profile`.
+pub fn profile(
+    loader: &dyn Loader,
+    request: &LoadRequest,
+    args: &ProfileArgs,
+) -> Result<(), Failure> {
+    let sections = loader.profile(request).map_err(Failure::Run)?;
     let output = if args.json { as_json(&sections).to_string() } else { as_text(&sections) };
     writeln!(std::io::stdout(), "{output}").map_err(Failure::write)
 }

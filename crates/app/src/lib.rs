@@ -6,11 +6,13 @@ pub mod bench;
 pub mod chat;
 pub mod cli;
 pub mod config;
+pub mod device;
 pub mod forecast;
 pub mod generate;
 pub mod inspect;
 pub mod interrupt;
 pub mod local;
+pub mod profile;
 pub mod progress;
 pub mod run;
 pub mod session;
@@ -99,5 +101,6 @@ fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
         Command::Run(args) => run::run(loader, &request, args),
         Command::Inspect(args) => inspect::run(loader, &request, args),
         Command::Bench(args) => inspect::bench(loader, &request, args),
+        Command::Profile(args) => inspect::profile(loader, &request, args),
     }
 }

@@ -1,7 +1,8 @@
-//! The engine on this machine's CPU, behind the seam of [`crate::generate`].
+//! The engine on this machine, behind the seam of [`crate::generate`].
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use anyhow::Context;
 use engine::ngram::Ngram;
@@ -11,20 +12,22 @@ use engine::{
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
 use model::{Draft, DraftSource, Target, TargetSource};
-use ops::{ActDtype, Device, DryRun, Host, Trace};
+use ops::{Counters, Device, Trace};
 
 use crate::bench;
+use crate::device::{Chosen, choose};
 use crate::forecast;
 use crate::generate::{
-    DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, Isa, LoadRequest, Loaded,
+    DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded,
     Loader, ModelRef, Prefill, Progress, Round, Section, TextSource,
 };
+use crate::profile;
 use crate::text::gguf_vocab::GgufVocab;
 
 /// Tokens of context unless the request or the model says otherwise.
 const DEFAULT_CONTEXT: usize = 8192;
 
-/// Loads models onto the CPU.
+/// Loads models onto a device of this machine.
 #[derive(Debug)]
 pub struct Local;
 
@@ -35,8 +38,9 @@ impl Loader for Local {
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Loaded> {
         let sources = Sources::open(request)?;
-        let host = Local::host(request)?;
-        let mut engine = build(host, &sources, request, progress)?;
+        let Chosen { dev, options, .. } = choose(request, &sources)?;
+        let mut engine = build(dev, options, &sources, request, progress)?;
+        engine.dev.sync()?;
         let bandwidth = engine.read_bandwidth();
         let bytes = engine.round_bytes(0).total() as f64;
         let floor = (bandwidth > 0.0).then(|| 1e3 * bytes / bandwidth);
@@ -62,42 +66,65 @@ impl Loader for Local {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let sources = Sources::open(request)?;
-        let host = Local::host(request)?;
-        let device = host.info();
-        let engine = build(DryRun::new(ActDtype::I8), &sources, request, &mut |_| ())?;
+        let Chosen { dev, dry, options } = choose(request, &sources)?;
+        let device = dev.info();
+        let engine = build(dry, options, &sources, request, &mut |_| ())?;
         let mut sections = forecast::sections(&sources.target, sources.draft.as_ref(), &engine);
-        sections.push(forecast::speed(&engine, &device.name, forecast::bandwidth(host)));
+        sections.push(forecast::speed(&engine, &device.name, forecast::bandwidth(dev)));
         Ok((sections, text_source(sources.target.tokenizer())?))
     }
 
     fn bench(&self, request: &LoadRequest, ops: bool) -> anyhow::Result<Vec<Section>> {
-        let sources = Sources::open(request)?;
-        let mut engine = build(Local::host(request)?, &sources, request, &mut |_| ())?;
-        let mut sections = bench::sections(&mut engine)?;
+        let mut measured = Measured::load(request)?;
+        let mut sections = bench::sections(&mut measured.engine)?;
+        sections.push(measured.loading);
         if ops {
-            let drafts = !matches!(engine.drafter(), Drafter::None);
-            drop(engine);
-            let traced = Trace::new(Local::host(request)?);
-            let mut engine = build(traced, &sources, request, &mut |_| ())?;
-            sections.push(bench::ops(&mut engine, false)?);
-            if drafts {
-                sections.push(bench::ops(&mut engine, true)?);
+            let engine = &mut measured.engine;
+            sections.push(bench::ops(engine, false)?);
+            if !matches!(engine.drafter(), Drafter::None) {
+                sections.push(bench::ops(engine, true)?);
             }
         }
         Ok(sections)
     }
+
+    fn profile(&self, request: &LoadRequest) -> anyhow::Result<Vec<Section>> {
+        let mut measured = Measured::load(request)?;
+        let mut sections = profile::sections(&mut measured.engine)?;
+        sections.push(measured.loading);
+        Ok(sections)
+    }
 }
 
-impl Local {
-    /// The host device of a request.
-    fn host(request: &LoadRequest) -> anyhow::Result<Host> {
-        let threads = request.threads.unwrap_or_else(physical_cores);
-        Ok(Host::new(isa(request.isa)?, threads))
+/// An engine whose ops can be timed, and how long it took to load.
+struct Measured {
+    engine: Engine<Trace<Box<dyn Device>>>,
+    loading: Section,
+}
+
+impl Measured {
+    fn load(request: &LoadRequest) -> anyhow::Result<Measured> {
+        let sources = Sources::open(request)?;
+        let begun = Instant::now();
+        let Chosen { dev, options, .. } = choose(request, &sources)?;
+        let ready = begun.elapsed();
+        let begun = Instant::now();
+        let mut traced = Trace::new(dev);
+        traced.stamping = false;
+        let mut engine = build(traced, options, &sources, request, &mut |_| ())?;
+        engine.dev.sync()?;
+        let seconds = begun.elapsed().as_secs_f64();
+        let rate = engine.weight_bytes() as f64 / seconds / 1e9;
+        let facts = vec![
+            ("device and kernels ready".to_owned(), format!("{:.2} s", ready.as_secs_f64())),
+            ("weights".to_owned(), format!("{seconds:.2} s, {rate:.2} GB/s")),
+        ];
+        Ok(Measured { engine, loading: Section { title: "Loading".into(), facts } })
     }
 }
 
 /// Opened checkpoints, nothing loaded.
-struct Sources {
+pub struct Sources {
     target: TargetSource,
     draft: Option<DraftSource>,
 }
@@ -123,8 +150,9 @@ impl Sources {
 }
 
 /// Loads weights and allocates lanes on any device.
-fn build<D: Device>(
+pub fn build<D: Device>(
     mut dev: D,
+    options: EngineOptions,
     sources: &Sources,
     request: &LoadRequest,
     progress: &mut dyn FnMut(Progress<'_>),
@@ -154,37 +182,8 @@ fn build<D: Device>(
         (DraftRef::Ngram, None) => Drafter::Host(Box::new(Ngram::with_capacity(context))),
         _ => Drafter::None,
     };
-    let options = EngineOptions { context, ..EngineOptions::default() };
+    let options = EngineOptions { context, ..options };
     Ok(Engine::new(dev, target, draft, drafter, options)?)
-}
-
-fn isa(isa: Isa) -> anyhow::Result<ops::simd::Isa> {
-    let available = ops::simd::Isa::available();
-    let name = match isa {
-        Isa::Auto => return Ok(available[0]),
-        Isa::Avx512 => "avx512",
-        Isa::Avx2 => "avx2",
-        Isa::Portable => "portable",
-    };
-    let names: Vec<&str> = available.iter().map(|isa| isa.name()).collect();
-    available
-        .into_iter()
-        .find(|isa| isa.name() == name)
-        .with_context(|| format!("this machine has no {name}; it has {}", names.join(", ")))
-}
-
-/// Cores that don't share their arithmetic with another hardware thread; all logical ones where the
-/// system doesn't say.
-fn physical_cores() -> usize {
-    let logical = std::thread::available_parallelism().map_or(1, usize::from);
-    let siblings = (0..logical).filter_map(|cpu| {
-        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
-        std::fs::read_to_string(path).ok()
-    });
-    let mut cores: Vec<String> = siblings.collect();
-    cores.sort();
-    cores.dedup();
-    if cores.is_empty() { logical } else { cores.len().min(logical) }
 }
 
 fn model_path(model: &ModelRef) -> PathBuf {
@@ -254,7 +253,7 @@ fn defaults(config: &GenerationConfig) -> SamplingDefaults {
 
 /// One conversation on the engine.
 struct LocalGenerator {
-    engine: Engine<Host>,
+    engine: Engine<Box<dyn Device>>,
     session: Session,
     defaults: SamplingDefaults,
     /// Ids that end an answer.
@@ -311,6 +310,10 @@ impl Generator for LocalGenerator {
 
     fn stop(&mut self) {
         self.end = Some(Finish::Cancelled);
+    }
+
+    fn counters(&self) -> Counters {
+        self.engine.dev.counters()
     }
 }
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::answer::{Answer, answer};
 use crate::cli::{RunArgs, TokenIds, version};
-use crate::generate::{Finish, LoadRequest, Loader};
+use crate::generate::{Counters, Finish, LoadRequest, Loader};
 use crate::session::Session;
 use crate::terminal::{Silent, TextSink, note};
 use crate::text::chat::{ChatText, Message, Role, TemplateOptions};
@@ -36,6 +36,7 @@ pub fn run(loader: &dyn Loader, request: &LoadRequest, args: &RunArgs) -> Result
     let options = args.answer.generate_options();
     let tok = session.text.as_ref().map(ChatText::tok);
     let generator = session.generator.as_mut();
+    let before = generator.counters();
     let mut text_sink = TextSink::stdout(tok.is_none());
     let result = interrupt::answering(|cancel| {
         if args.json {
@@ -45,8 +46,9 @@ pub fn run(loader: &dyn Loader, request: &LoadRequest, args: &RunArgs) -> Result
         }
     });
     let answer = result.map_err(Failure::from)?;
+    let spent = generator.counters() - before;
     if args.json {
-        let line = report(&session, &answer).to_string();
+        let line = report(&session, &answer, spent).to_string();
         writeln!(std::io::stdout(), "{line}").map_err(Failure::write)?;
     } else {
         text_sink.finish().map_err(Failure::write)?;
@@ -125,7 +127,7 @@ pub fn template_options(chat: &ChatText, no_think: bool) -> TemplateOptions {
 }
 
 /// The object that `--json` prints.
-fn report(session: &Session, answer: &Answer) -> Value {
+fn report(session: &Session, answer: &Answer, spent: Counters) -> Value {
     let figures = &answer.figures;
     let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
     let mut report = json!({"text": answer.text});
@@ -148,6 +150,12 @@ fn report(session: &Session, answer: &Answer) -> Value {
             "tokens_per_round": figures.tokens_per_round(),
             "decode_tps": figures.decode_tps(),
             "floor_ms_per_round": session.floor_ms_per_round,
+        },
+        "counters": {
+            "kernel_launches": spent.launches,
+            "submissions": spent.submissions,
+            "idle_waits": spent.waits,
+            "device_allocations": spent.allocations,
         },
         "model": session.model,
         "draft": session.draft,

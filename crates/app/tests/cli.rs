@@ -88,6 +88,10 @@ impl Loader for Scripted {
         anyhow::bail!("a scripted engine has no speed")
     }
 
+    fn profile(&self, _: &LoadRequest) -> anyhow::Result<Vec<Section>> {
+        anyhow::bail!("a scripted engine has no speed")
+    }
+
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let facts = vec![("context".into(), format!("{:?}", request.context))];
         let text = TextSource::Folder(self.0["folder"].as_str().unwrap().into());

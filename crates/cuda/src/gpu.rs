@@ -137,6 +137,20 @@ impl Pinned {
         self.bytes
     }
 
+    /// The first byte's address, the same on host and card.
+    pub(crate) fn address(&self) -> u64 {
+        self.ptr.addr() as u64
+    }
+
+    /// A word that the card may be writing.
+    ///
+    /// # Safety
+    /// `offset` is a multiple of 4 inside the memory.
+    pub(crate) unsafe fn read_u32(&self, offset: usize) -> u32 {
+        // SAFETY: by contract.
+        unsafe { self.ptr.add(offset).cast::<u32>().read_volatile() }
+    }
+
     /// The memory.
     ///
     /// # Safety
@@ -172,6 +186,15 @@ impl Stream {
     pub(crate) fn synchronize(&self) -> Result<(), DriverError> {
         // SAFETY: alive until drop.
         unsafe { result::stream::synchronize(self.0) }
+    }
+
+    /// Whether all work is done.
+    pub(crate) fn idle(&self) -> Result<bool, DriverError> {
+        // SAFETY: alive.
+        match unsafe { sys::cuStreamQuery(self.0) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => other.result().map(|()| true),
+        }
     }
 
     /// Later work of this stream waits for the event.
@@ -213,6 +236,13 @@ impl Event {
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), DriverError> {
         // SAFETY: both alive.
         unsafe { result::event::record(self.0, stream.0) }
+    }
+
+    /// Records inside a graph, so that each launch of the graph records again.
+    pub(crate) fn record_in_graph(&self, stream: &Stream) -> Result<(), DriverError> {
+        let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: both alive; the graph's owner keeps the event as long as the graph.
+        unsafe { sys::cuEventRecordWithFlags(self.0, stream.0, flags) }.result()
     }
 
     /// Waits for what was recorded last; returns at once if nothing was.

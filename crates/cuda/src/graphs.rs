@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
-use crate::gpu::Stream;
+use crate::gpu::{Event, Stream};
 
 /// Recordings by key.
 #[derive(Debug, Default)]
@@ -16,6 +16,18 @@ pub(crate) struct Graphs {
 #[derive(Debug)]
 struct Graph {
     exec: sys::CUgraphExec,
+    holds: Recording,
+}
+
+/// What lies in a recording beside ops.
+#[derive(Debug, Default)]
+pub(crate) struct Recording {
+    /// Kernels.
+    pub(crate) launches: u64,
+    /// Copies that it publishes.
+    pub(crate) published: u32,
+    /// Time stamps.
+    pub(crate) stamps: Vec<Event>,
 }
 
 // SAFETY: a handle; one owner.
@@ -29,8 +41,9 @@ impl Drop for Graph {
 }
 
 impl Graphs {
-    pub(crate) fn has(&self, key: u64) -> bool {
-        self.recorded.contains_key(&key)
+    /// What a recording holds, if there is one.
+    pub(crate) fn get(&self, key: u64) -> Option<&Recording> {
+        self.recorded.get(&key).map(|graph| &graph.holds)
     }
 
     /// Forgets all recordings. None may be running.
@@ -47,7 +60,12 @@ impl Graphs {
     }
 
     /// Keeps what was recorded since `begin`.
-    pub(crate) fn end(&mut self, stream: &Stream, key: u64) -> Result<(), DriverError> {
+    pub(crate) fn end(
+        &mut self,
+        stream: &Stream,
+        key: u64,
+        holds: Recording,
+    ) -> Result<(), DriverError> {
         // SAFETY: the stream is recording; the graph is destroyed after it was instantiated.
         unsafe {
             let graph = result::stream::end_capture(stream.0)?;
@@ -55,7 +73,7 @@ impl Graphs {
             result::graph::destroy(graph)?;
             let exec = exec?;
             result::graph::upload(exec, stream.0)?;
-            self.recorded.insert(key, Graph { exec });
+            self.recorded.insert(key, Graph { exec, holds });
         }
         Ok(())
     }

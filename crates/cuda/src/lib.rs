@@ -9,9 +9,11 @@ mod cubins;
 mod gpu;
 mod graphs;
 mod kernels;
+mod mailbox;
 mod memory;
 mod nvrtc;
 mod staging;
+mod stamps;
 
 pub use gpu::OpenError;
 pub use nvrtc::Nvrtc;
@@ -19,17 +21,21 @@ pub use nvrtc::Nvrtc;
 use std::path::PathBuf;
 
 use ops::kernel::{Arg, Card, Launch, Plan};
-use ops::{ActDtype, Bindings, Buf, Device, DeviceError, DeviceInfo, Op};
+use ops::{
+    ActDtype, Bindings, Buf, Counters, Device, DeviceError, DeviceInfo, Op, PUBLISHED_BYTES,
+};
 
 use crate::cubins::Cubins;
 use crate::gpu::{Gpu, Stream, explain};
-use crate::graphs::Graphs;
+use crate::graphs::{Graphs, Recording};
 use crate::kernels::Kernels;
+use crate::mailbox::Mailbox;
 use crate::memory::Memory;
 use crate::staging::Staging;
+use crate::stamps::Stamps;
 
 /// How a card is opened.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// Which card, in the driver's order.
     pub ordinal: usize,
@@ -44,14 +50,14 @@ pub struct Options {
 }
 
 /// What happens to a launch.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 enum Mode {
     /// It goes onto the stream.
     Run,
     /// It is only noted, so that its kernel can be compiled before a recording.
     Note(Vec<Launch>),
     /// It goes onto the stream, which records.
-    Record,
+    Record(Recording),
 }
 
 /// One card.
@@ -59,13 +65,16 @@ enum Mode {
 pub struct Cuda {
     // Fields drop in this order: whatever needs the context goes before `gpu`.
     graphs: Graphs,
+    stamps: Stamps,
     staging: Staging,
     kernels: Kernels,
+    mailbox: Option<Mailbox>,
     memory: Memory,
     stream: Stream,
     gpu: Gpu,
     plan: Plan,
     mode: Mode,
+    counters: Counters,
     check_each: bool,
     failed: Option<DeviceError>,
     /// The last op enqueued since the last `sync`, and how many there were.
@@ -90,13 +99,16 @@ impl Cuda {
         };
         Ok(Cuda {
             graphs: Graphs::default(),
+            stamps: Stamps::default(),
             staging: Staging::new(threads).map_err(failed)?,
             kernels,
+            mailbox: None,
             memory: Memory::default(),
             stream: Stream::new().map_err(failed)?,
             gpu,
             plan: Plan::default(),
             mode: Mode::Run,
+            counters: Counters::default(),
             check_each: options.check_each,
             failed: None,
             last: None,
@@ -107,6 +119,16 @@ impl Cuda {
     /// What plans depend on.
     pub fn card(&self) -> &Card {
         &self.gpu.card
+    }
+
+    /// Compiles the kernels of these launches, on all cores, unless the cache has them.
+    ///
+    /// # Errors
+    /// The compiler's log.
+    pub fn prepare(&mut self, launches: &[Launch]) -> Result<(), DeviceError> {
+        let failed = |why| DeviceError::Op { op: "compile", why };
+        self.gpu.enter().map_err(|e| failed(explain(e)))?;
+        self.kernels.prepare(&self.gpu.card, launches).map_err(failed)
     }
 
     /// Bytes of device memory held.
@@ -128,6 +150,8 @@ impl Cuda {
         let lost = |why| DeviceError::Op { op: "reset", why };
         self.stream.synchronize().map_err(|e| lost(explain(e)))?;
         self.graphs.clear();
+        self.stamps.forget();
+        self.mailbox = None;
         self.memory.clear(&self.stream).map_err(lost)
     }
 
@@ -177,11 +201,6 @@ impl Cuda {
 
     /// Puts one launch on the stream, or notes it.
     fn launch(&mut self, launch: &Launch) -> Result<(), String> {
-        if let Mode::Note(launches) = &mut self.mode {
-            launches.push(*launch);
-            return Ok(());
-        }
-        let function = self.kernels.get(&self.gpu.card, launch)?;
         let mut args = [0u64; 32];
         let list = launch.args.as_slice();
         for (bits, arg) in args.iter_mut().zip(list) {
@@ -192,8 +211,25 @@ impl Cuda {
                 Arg::F32(value) => u64::from(value.to_bits()),
             };
         }
+        self.put(launch, &args[..list.len()])
+    }
+
+    /// Puts one launch with these arguments on the stream, or notes it.
+    fn put(&mut self, launch: &Launch, args: &[u64]) -> Result<(), String> {
+        if let Mode::Note(launches) = &mut self.mode {
+            launches.push(*launch);
+            return Ok(());
+        }
+        let function = self.kernels.get(&self.gpu.card, launch)?;
+        match &mut self.mode {
+            Mode::Record(holds) => holds.launches += 1,
+            _ => {
+                self.counters.launches += 1;
+                self.counters.submissions += 1;
+            }
+        }
         // SAFETY: the op's contract: its kernels take these arguments and stay inside its buffers.
-        unsafe { function.launch(&self.gpu.card, launch, &args[..list.len()], &self.stream) }
+        unsafe { function.launch(&self.gpu.card, launch, args, &self.stream) }
             .map_err(|why| {
                 let Launch { entry, grid, block, shared, cluster, .. } = launch;
                 format!("kernel `{entry}`, grid {grid:?} of {block} threads, {shared} bytes of shared memory, clusters of {cluster}: {why}")
@@ -206,12 +242,60 @@ impl Cuda {
 
     /// Refuses what a recording can't hold.
     fn unrecorded(&mut self, what: &'static str) -> bool {
-        let recording = self.mode != Mode::Run;
+        let recording = !matches!(self.mode, Mode::Run);
         if recording {
             let why = "inside a recorded sequence".to_owned();
             self.fail(DeviceError::Op { op: what, why });
         }
         !recording
+    }
+
+    /// Submits a recording.
+    fn submit(&mut self, key: u64) {
+        let holds = self.graphs.get(key);
+        let (published, launches) = holds.map_or((0, 0), |h| (h.published, h.launches));
+        let stamped = holds.is_some_and(|h| !h.stamps.is_empty());
+        let room = self.mailbox.as_ref().map_or(Ok(()), |mailbox| mailbox.room(published));
+        if let Err(why) = room {
+            return self.fail(DeviceError::Op { op: "publish", why });
+        }
+        let launched = self.graphs.launch(&self.stream, key);
+        if self.tried("submit", launched).is_some() {
+            self.last = Some(("a recorded sequence", self.last.map_or(0, |(_, n)| n) + 1));
+            if let Some(mailbox) = &mut self.mailbox {
+                mailbox.sent(published);
+            }
+            self.counters.launches += launches;
+            self.counters.submissions += 1;
+            if stamped {
+                self.stamps.replayed(key);
+            }
+        }
+    }
+
+    fn publish_copy(&mut self, buf: Buf) -> Result<(), DeviceError> {
+        let failed = |why| DeviceError::Op { op: "publish", why };
+        if buf.bytes > PUBLISHED_BYTES || !buf.bytes.is_multiple_of(4) {
+            return Err(failed(format!("{} bytes", buf.bytes)));
+        }
+        if self.mailbox.is_none() {
+            let count = self.memory.alloc(&self.stream, 4, "published copies")?;
+            let mailbox = Mailbox::new(count).map_err(|e| failed(explain(e)))?;
+            self.mailbox = Some(mailbox);
+        }
+        let Some(mailbox) = &self.mailbox else { return Ok(()) };
+        if matches!(self.mode, Mode::Run) {
+            mailbox.room(1).map_err(failed)?;
+        }
+        let (from, count) = (self.memory.address(buf), self.memory.address(mailbox.count));
+        let args = mailbox.args(from, buf.bytes / 4, count);
+        self.put(&Mailbox::launch(), &args).map_err(failed)?;
+        match (&mut self.mode, &mut self.mailbox) {
+            (Mode::Record(holds), _) => holds.published += 1,
+            (Mode::Run, Some(mailbox)) => mailbox.sent(1),
+            _ => {}
+        }
+        Ok(())
     }
 
     fn record(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
@@ -230,13 +314,14 @@ impl Cuda {
         if self.tried("record", begun).is_none() {
             return;
         }
-        self.mode = Mode::Record;
+        self.mode = Mode::Record(Recording::default());
         body(self);
-        self.mode = Mode::Run;
+        let mode = std::mem::replace(&mut self.mode, Mode::Run);
         if self.failed.is_some() {
             return self.graphs.abandon(&self.stream);
         }
-        let ended = self.graphs.end(&self.stream, key);
+        let holds = if let Mode::Record(holds) = mode { holds } else { Recording::default() };
+        let ended = self.graphs.end(&self.stream, key, holds);
         self.tried("record", ended);
     }
 
@@ -259,7 +344,7 @@ impl Cuda {
             }
         }
         self.plan = plan;
-        if self.check_each && self.mode == Mode::Run && outcome.is_ok() {
+        if self.check_each && matches!(self.mode, Mode::Run) && outcome.is_ok() {
             let done = self.stream.synchronize();
             outcome = done.map_err(|e| failed(format!("{}; in {op:?}", explain(e))));
         }
@@ -300,6 +385,7 @@ impl Device for Cuda {
         let address = self.memory.address(buf.slice(0, bytes.len()));
         // SAFETY: as above.
         let done = unsafe { self.staging.write(&self.stream, address, bytes) };
+        self.counters.submissions += 1;
         self.tried("write", done);
     }
 
@@ -310,6 +396,8 @@ impl Device for Cuda {
         let address = self.memory.address(buf.slice(0, out.len()));
         // SAFETY: as above.
         let done = unsafe { self.staging.read(&self.stream, address, out) };
+        self.counters.waits += 1;
+        self.counters.submissions += 1;
         if self.tried("read", done).is_none() {
             out.fill(0);
         }
@@ -355,21 +443,75 @@ impl Device for Cuda {
         }
     }
 
+    fn publish(&mut self, buf: Buf) {
+        if !self.enter() {
+            return;
+        }
+        if let Err(error) = self.publish_copy(buf) {
+            self.fail(error);
+        }
+    }
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        if self.enter() {
+            let received = match &mut self.mailbox {
+                Some(mailbox) => {
+                    self.counters.waits += u64::from(mailbox.is_last());
+                    mailbox.receive(&self.stream, out)
+                }
+                None => Err("nothing was published".to_owned()),
+            };
+            match received {
+                Ok(()) => return Ok(()),
+                Err(why) => self.fail(DeviceError::Op { op: "receive", why }),
+            }
+        }
+        // Whatever went wrong, nothing enqueued before may arrive later.
+        let _ = self.stream.synchronize();
+        if let Some(mailbox) = &mut self.mailbox {
+            mailbox.forget();
+        }
+        self.sync()
+    }
+
     fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         if !self.enter() {
             return;
         }
-        if self.check_each || self.mode != Mode::Run {
+        if self.check_each || !matches!(self.mode, Mode::Run) {
             return body(self);
         }
-        if !self.graphs.has(key) {
+        if self.graphs.get(key).is_none() {
             self.record(key, body);
         }
         if self.failed.is_none() {
-            let launched = self.graphs.launch(&self.stream, key);
-            self.tried("submit", launched);
-            self.last = Some(("a recorded sequence", self.last.map_or(0, |(_, n)| n) + 1));
+            self.submit(key);
         }
+    }
+
+    fn stamp(&mut self) {
+        if !self.enter() {
+            return;
+        }
+        let stamped = match &mut self.mode {
+            Mode::Note(_) => return,
+            Mode::Run => self.stamps.stamp(&self.stream),
+            Mode::Record(holds) => Stamps::record(&mut holds.stamps, &self.stream),
+        };
+        self.tried("stamp", stamped);
+    }
+
+    fn stamps(&mut self) -> Vec<f64> {
+        if !self.enter() {
+            self.stamps.forget();
+            return Vec::new();
+        }
+        let times = self.stream.synchronize().and_then(|()| self.stamps.take(&self.graphs));
+        self.tried("read the stamps", times).unwrap_or_default()
+    }
+
+    fn counters(&self) -> Counters {
+        Counters { allocations: self.memory.allocations(), ..self.counters }
     }
 
     fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
@@ -384,6 +526,7 @@ impl Device for Cuda {
 
     fn sync(&mut self) -> Result<(), DeviceError> {
         let last = self.last.take();
+        self.counters.waits += 1;
         if self.failed.is_none() {
             let done = self.gpu.enter().and_then(|()| self.stream.synchronize());
             if let Err(error) = done {

@@ -56,6 +56,11 @@ impl Memory {
         Some(index)
     }
 
+    /// Allocations made.
+    pub(crate) fn allocations(&self) -> u64 {
+        self.regions.len() as u64
+    }
+
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
         self.regions.iter().map(|r| r.bytes).sum()

@@ -3,6 +3,8 @@
 //!
 //! A case that the kernels refuse is skipped, and listed at the end.
 
+#![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
+
 use std::collections::BTreeMap;
 use std::panic::catch_unwind;
 use std::path::PathBuf;

@@ -1,5 +1,7 @@
 //! The runtime itself, on the card, if there is one.
 
+#![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
+
 use std::path::PathBuf;
 
 use cuda::{Cuda, OpenError, Options};
@@ -90,6 +92,47 @@ fn launches_see_what_those_before_wrote() {
         assert!(bytes_of(&mut dev, bufs[59]) == values, "round {round}");
     }
     assert_eq!(dev.sync(), Ok(()));
+}
+
+#[test]
+fn published_copies_arrive_in_order() {
+    let Some(mut dev) = open() else { return };
+    let (width, rows) = (4096, 4);
+    let bufs: Vec<Buf> =
+        (0..9).map(|_| dev.alloc(4 * width * rows, "chain").expect("memory")).collect();
+    let mut next = 0u32;
+    for round in 0..100u32 {
+        dev.write(bufs[0], &bytes(&vec![round; width * rows]));
+        dev.replay(3, &mut |dev| {
+            chain(dev, &bufs, width, rows);
+            dev.publish(bufs[8].slice(0, 1000));
+        });
+        // Up to five behind.
+        while round - next > round % 6 {
+            let mut out = [0; 1000];
+            dev.receive(&mut out).expect("a copy");
+            assert!(out.chunks_exact(4).all(|w| w == next.to_le_bytes()), "round {next}");
+            next += 1;
+        }
+    }
+    let mut out = [0; 4];
+    while dev.receive(&mut out).is_ok() {
+        assert_eq!(out, next.to_le_bytes());
+        next += 1;
+    }
+    assert_eq!(next, 100);
+    // After that error it works again, also outside a recording.
+    dev.publish(bufs[8].slice(0, 4));
+    assert_eq!(dev.receive(&mut out), Ok(()));
+    assert_eq!(out, 99u32.to_le_bytes());
+    for _ in 0..9 {
+        dev.publish(bufs[8].slice(0, 4));
+    }
+    assert!(matches!(dev.sync(), Err(DeviceError::Op { op: "publish", .. })), "too many");
+}
+
+fn bytes(values: &[u32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
 #[test]

@@ -10,8 +10,8 @@ use ops::{
 };
 
 use crate::drafter::Drafter;
-use crate::round::{Round, RoundBuffers};
-use crate::sampler::{Sampler, SamplingError};
+use crate::round::{Pipeline, Round, RoundBuffers};
+use crate::sampler::{Bounds, Sampler, SamplingError};
 
 /// A request or a device that failed.
 #[derive(Debug, thiserror::Error)]
@@ -64,11 +64,14 @@ pub struct EngineOptions {
     pub chunk: usize,
     /// Rows of a verify pass when the drafter runs on the host.
     pub host_block: usize,
+    /// Submit a round before the one before it was read, so that the device never waits for the
+    /// host. An end that only the host sees then costs a round that is thrown away.
+    pub ahead: bool,
 }
 
 impl Default for EngineOptions {
     fn default() -> EngineOptions {
-        EngineOptions { context: 4096, slots: 1, chunk: 512, host_block: 8 }
+        EngineOptions { context: 4096, slots: 1, chunk: 512, host_block: 8, ahead: false }
     }
 }
 
@@ -101,7 +104,8 @@ pub struct Engine<D> {
     pub(crate) state: State,
     pub(crate) scratch: Scratch,
     pub(crate) buffers: RoundBuffers,
-    step: Buf,
+    pub(crate) pipeline: Pipeline,
+    pub(crate) step: Buf,
     options: EngineOptions,
     block: usize,
 }
@@ -142,7 +146,19 @@ impl<D: Device> Engine<D> {
         let buffers =
             RoundBuffers::new(&mut dev, &target, draft.as_ref().map(|d| &d.0), slots, block)?;
         let step = dev.alloc(slots * size_of::<LaneStep>(), "lane steps")?;
-        Ok(Engine { dev, target, draft, drafter, state, scratch, buffers, step, options, block })
+        Ok(Engine {
+            dev,
+            target,
+            draft,
+            drafter,
+            state,
+            scratch,
+            buffers,
+            pipeline: Pipeline::default(),
+            step,
+            options,
+            block,
+        })
     }
 
     /// Tokens a lane can hold.
@@ -163,6 +179,7 @@ impl<D: Device> Engine<D> {
     /// Changes where proposals come from, between answers; returns what it was. A device's draft can
     /// be left out and taken up again, but not added to an engine that was built without one.
     pub fn set_drafter(&mut self, drafter: Drafter) -> Drafter {
+        self.pipeline.forget();
         std::mem::replace(&mut self.drafter, drafter)
     }
 
@@ -188,8 +205,7 @@ impl<D: Device> Engine<D> {
     /// The ops of one round, by name, with how often they run and what they cost.
     pub fn round_ops(&self) -> BTreeMap<&'static str, Counted> {
         let mut dry = DryRun::new(self.dev.info().act);
-        let step = self.step.slice(0, size_of::<LaneStep>());
-        let lanes = Lanes { step, count: 1, rows: self.block, max_rows: self.block };
+        let lanes = self.lanes(self.block);
         let (target, s) = (&self.target, &self.scratch);
         model::forward(&mut dry, target, &self.state, s, lanes, Commit::Deferred, 0..self.block);
         if let (Drafter::DFlash, Some((draft, state))) = (&self.drafter, &self.draft) {
@@ -198,8 +214,32 @@ impl<D: Device> Engine<D> {
             dry.run(&self.buffers.top_k(state, target, lanes));
             dry.run(&self.buffers.propose(draft, state, target, s.ids, lanes));
         }
-        dry.run(&self.buffers.accept(target, s.ids, s.logits, lanes));
+        dry.run(&self.buffers.accept(target, s.ids, None, s.logits, lanes));
         dry.ops
+    }
+
+    /// Runs on `dev` every kind of op that this engine will run: of a prefill pass, whole and at its
+    /// smallest, and of a round with the drafter and without.
+    pub fn rehearse(&self, dev: &mut dyn Device) {
+        let (target, s) = (&self.target, &self.scratch);
+        for rows in [self.options.chunk, PAGE_TOKENS, 1] {
+            let lanes = self.lanes(rows);
+            model::forward(dev, target, &self.state, s, lanes, Commit::Immediate, 0..0);
+            if let Some((draft, state)) = &self.draft {
+                model::draft_context(dev, draft, state, s.features, lanes);
+            }
+        }
+        for rows in [self.block, 1] {
+            let lanes = self.lanes(rows);
+            model::forward(dev, target, &self.state, s, lanes, Commit::Deferred, 0..rows);
+            if let Some((draft, state)) = self.draft.as_ref().filter(|_| rows == self.block) {
+                model::draft_context(dev, draft, state, s.features, lanes);
+                model::draft_block(dev, draft, target, state, lanes);
+                dev.run(&self.buffers.top_k(state, target, lanes));
+                dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes));
+            }
+            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, lanes));
+        }
     }
 
     /// Bytes of all matrices on the device, each once.
@@ -252,7 +292,10 @@ impl<D: Device> Engine<D> {
         tokens: &[u32],
     ) -> Result<(), EngineError> {
         let rows = tokens.len();
-        let lanes = self.set_step(lane, rows);
+        let lanes = self.lanes(rows);
+        crate::round::park(self)?;
+        self.pipeline.forget();
+        self.dev.write(self.step, bytemuck::bytes_of(&lane.step(0, rows as u32)));
         let (dev, s) = (&mut self.dev, &self.scratch);
         dev.write(s.ids, bytemuck::cast_slice(tokens));
         model::forward(dev, &self.target, &self.state, s, lanes, Commit::Immediate, 0..0);
@@ -264,23 +307,50 @@ impl<D: Device> Engine<D> {
         Ok(())
     }
 
-    /// Describes a pass of one lane to the device.
-    pub(crate) fn set_step(&mut self, lane: &Lane, rows: usize) -> Lanes {
-        self.dev.write(self.step, bytemuck::bytes_of(&lane.step(0, rows as u32)));
+    /// A pass of one lane.
+    pub(crate) fn lanes(&self, rows: usize) -> Lanes {
         let step = self.step.slice(0, size_of::<LaneStep>());
         Lanes { step, count: 1, rows, max_rows: rows }
     }
 
-    /// Prepares a slot for an answer: sampling options, and the history that penalties count.
-    pub fn start(&mut self, slot: u32, prompt: &[u32], sampler: &Sampler, stops: &[u32]) {
+    /// Prepares a slot for an answer: sampling options, what ends it, and the history that penalties
+    /// count.
+    pub fn start(&mut self, slot: u32, prompt: &[u32], sampler: &Sampler, bounds: &Bounds<'_>) {
         if let Drafter::Host(drafter) = &mut self.drafter {
             drafter.reset(prompt);
         }
-        self.buffers.start(&mut self.dev, slot, prompt, sampler, stops);
+        self.buffers.start(&mut self.dev, slot, prompt, sampler, bounds);
     }
 
-    /// One round of a lane whose last token, not yet in the cache, is `anchor`.
-    pub fn round(&mut self, lane: &mut Lane, anchor: u32) -> Result<Round, EngineError> {
-        crate::round::round(self, lane, anchor)
+    /// Whether rounds may be submitted before those before them were read.
+    pub(crate) fn may_run_ahead(&self) -> bool {
+        self.options.ahead && !matches!(self.drafter, Drafter::Host(_))
+    }
+
+    /// Rounds of a slot submitted and not received.
+    pub fn in_flight(&self, slot: u32) -> usize {
+        self.pipeline.in_flight(slot)
+    }
+
+    /// Submits rounds of a lane whose last token, not yet in the cache, is `anchor`, until `depth` are
+    /// in flight. After the first, the device goes on from where the round before left the lane.
+    pub fn submit(&mut self, lane: &Lane, anchor: u32, depth: usize) -> Result<(), EngineError> {
+        crate::round::submit_until(self, lane, anchor, depth)
+    }
+
+    /// Waits for a lane's oldest round in flight, and moves the lane as the device did.
+    pub fn receive(&mut self, lane: &mut Lane) -> Result<Round, EngineError> {
+        crate::round::receive(self, lane)
+    }
+
+    /// Throws away a lane's rounds in flight. They leave it where its last received round did,
+    /// with that round's rows in its state.
+    pub(crate) fn settle(&mut self, lane: &mut Lane) -> Result<(), EngineError> {
+        while self.in_flight(lane.slot) > 0 {
+            let kept = self.receive(lane)?.tokens().len();
+            lane.uncommit(kept as u32);
+            self.pipeline.forget();
+        }
+        Ok(())
     }
 }

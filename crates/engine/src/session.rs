@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use model::Lane;
-use ops::Device;
+use ops::{Device, MAX_STOPS};
 
 use crate::engine::{Engine, EngineError};
-use crate::sampler::Sampler;
+use crate::sampler::{Bounds, Sampler};
 
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +84,8 @@ pub struct Session {
     anchor: u32,
     /// Tokens of the last round.
     last: Vec<u32>,
+    /// The cache holds tokens that the text does not: nothing of it can be used.
+    spoilt: bool,
     request: Option<Request>,
     started: Instant,
     stats: Stats,
@@ -97,6 +99,7 @@ impl Session {
             cached: Vec::new(),
             anchor: 0,
             last: Vec::new(),
+            spoilt: false,
             request: None,
             started: Instant::now(),
             stats: Stats::default(),
@@ -130,6 +133,8 @@ impl Session {
         self.started = Instant::now();
         self.stats = Stats { prompt_tokens: request.prompt.len(), ..Stats::default() };
         engine.check_prompt(&request.prompt)?;
+        let settled = engine.settle(&mut self.lane);
+        self.reset_if_failed(settled)?;
         let (&anchor, head) = request.prompt.split_last().ok_or(EngineError::EmptyPrompt)?;
         self.stats.cached_tokens = self.reuse(engine, &request.prompt);
         while self.cached.len() < head.len() && !cancel() {
@@ -142,7 +147,9 @@ impl Session {
         if self.cached.len() < head.len() {
             return Ok(());
         }
-        engine.start(self.lane.slot, &request.prompt, &request.sampler, &request.stop_tokens);
+        let end = request.prompt.len().saturating_add(request.max_tokens).min(engine.context());
+        let bounds = Bounds { stops: &request.stop_tokens, end: end as u32, ..Bounds::default() };
+        engine.start(self.lane.slot, &request.prompt, &request.sampler, &bounds);
         self.anchor = anchor;
         let room = request.max_tokens.min(engine.context()) + engine.block();
         self.cached.reserve(room);
@@ -169,7 +176,12 @@ impl Session {
             return Ok((&[], Some(why)));
         }
         let start = Instant::now();
-        let round = engine.round(&mut self.lane, self.anchor).and_then(|round| {
+        let left = request.max_tokens - self.stats.completion_tokens;
+        let ahead = engine.may_run_ahead() && request.stop_tokens.len() <= MAX_STOPS;
+        // A round emits at least one token, so `left` rounds surely end the answer.
+        let depth = left.min(if ahead { 2 } else { 1 });
+        let submitted = engine.submit(&self.lane, self.anchor, depth);
+        let round = submitted.and_then(|()| engine.receive(&mut self.lane)).and_then(|round| {
             let pos = self.lane.pos;
             if round.degenerate { Err(EngineError::Degenerate { pos }) } else { Ok(round) }
         });
@@ -178,6 +190,11 @@ impl Session {
             Err(error) => return self.reset_if_failed(Err(error)),
         };
         let emitted = round.tokens();
+        if emitted.is_empty() {
+            self.request = None;
+            self.last.clear();
+            return Ok((&[], Some(FinishReason::Context)));
+        }
         let stats = &mut self.stats;
         stats.decode += start.elapsed();
         stats.rounds += 1;
@@ -187,11 +204,15 @@ impl Session {
         if stats.completion_tokens == 0 {
             stats.first_token = self.started.elapsed();
         }
-        let (keep, ended) = cut(emitted, request, stats.completion_tokens);
+        let (keep, mut ended) = cut(emitted, request, stats.completion_tokens);
+        if ended.is_none() && round.ended {
+            ended = Some(FinishReason::Context);
+        }
         stats.completion_tokens += keep;
         // The cache takes the anchor and every kept token but the last, which is the next anchor.
         self.cached.push(self.anchor);
         self.cached.extend_from_slice(&emitted[..keep - 1]);
+        // Only stop tokens that the device doesn't know of are cut here, and then it didn't run ahead.
         self.lane.uncommit((emitted.len() - keep) as u32);
         self.anchor = emitted[keep - 1];
         self.last.clear();
@@ -203,11 +224,12 @@ impl Session {
     }
 
     /// Ends the answer, of whose last round only the first `keep` tokens count. What was computed
-    /// stays usable for the next prompt.
+    /// stays usable for the next prompt, unless a round in flight has already taken up tokens that
+    /// are dropped here.
     ///
     /// # Panics
     /// If the last round had fewer tokens.
-    pub fn truncate(&mut self, keep: usize) {
+    pub fn truncate<D: Device>(&mut self, engine: &Engine<D>, keep: usize) {
         assert!(keep <= self.last.len(), "{keep} of the {} tokens of a round", self.last.len());
         self.request = None;
         let dropped = self.last.len() - keep;
@@ -216,8 +238,12 @@ impl Session {
         // the first is needed as an anchor.
         let uncached = dropped.min(self.last.len().saturating_sub(1));
         self.cached.truncate(self.cached.len() - uncached);
-        self.lane.uncommit(uncached as u32);
         self.last.truncate(keep);
+        if uncached > 0 && engine.in_flight(self.lane.slot) > 0 {
+            self.spoilt = true;
+        } else {
+            self.lane.uncommit(uncached as u32);
+        }
     }
 
     /// Nothing that a failed pass left behind may be used.
@@ -234,8 +260,9 @@ impl Session {
     /// Keeps the cache if the prompt continues it; empties the lane otherwise. Returns how many
     /// tokens of the prompt need not be computed.
     fn reuse<D: Device>(&mut self, engine: &mut Engine<D>, prompt: &[u32]) -> usize {
+        let known = !std::mem::take(&mut self.spoilt);
         let continues = prompt.len() > self.cached.len() && prompt.starts_with(&self.cached);
-        if !continues {
+        if !continues || !known {
             self.cached.clear();
         }
         if self.cached.is_empty() {

@@ -155,7 +155,7 @@ fn an_answer_cut_anywhere_leaves_a_usable_cache() {
             tokens.extend_from_slice(new);
         }
         let before = tokens.len() - session.last_tokens().len();
-        session.truncate(cut - before);
+        session.truncate(&e, cut - before);
         tokens.truncate(cut);
         let next = [prompt.as_slice(), &tokens, &whole[cut..cut + 2]].concat();
         let (rest, _) = answer(&mut e, &mut session, request(&next, 20, greedy()));

@@ -64,3 +64,9 @@ pub(crate) fn grain(chunk: usize, item: usize) -> usize {
 pub(crate) fn aligned(bufs: &[Buf]) -> bool {
     bufs.iter().all(|buf| buf.offset.is_multiple_of(16))
 }
+
+/// Refuses buffers that aren't [`aligned`].
+pub(crate) fn must_align(op: &'static str, bufs: &[Buf]) -> Result<(), Unsupported> {
+    let what = || format!("offsets {:?}", bufs.iter().map(|b| b.offset).collect::<Vec<_>>());
+    Unsupported::unless(aligned(bufs), op, what, "multiples of 16 bytes on CUDA")
+}

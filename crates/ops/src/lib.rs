@@ -58,7 +58,8 @@ pub use silu_mul::SiluMul;
 pub use accept::{Accept, LaneResult, LogitRows};
 pub use act::{ACT_GROUP, Act, ActDtype, ActGroup};
 pub use device::{
-    Counted, Device, DeviceError, DeviceInfo, DryRun, Host, HostMode, OpCount, Trace,
+    Counted, Counters, Device, DeviceError, DeviceInfo, DryRun, Host, HostMode, OpCount, PUBLISHED,
+    PUBLISHED_BYTES, Trace,
 };
 pub use op::{Access, Binding, Bindings, Buf, Cost, Mem, Op, Unsupported};
 pub use pool::Pool;

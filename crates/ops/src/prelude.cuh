@@ -97,3 +97,19 @@ template <int BF16> __device__ __forceinline__ void act_store4(void* row, u32 i,
     else
         *(float4*)((float*)row + i) = x;
 }
+
+// The lane that `row` of a pass belongs to; `count` for none. All threads of a warp ask for one row.
+__device__ __forceinline__ u32 lane_of(const LaneStep* steps, u32 count, u32 row) {
+    for (u32 first = 0; first < count; first += 32) {
+        u32 l = first + threadIdx.x % 32;
+        bool mine = l < count && row - steps[l].row0 < steps[l].rows;
+        u32 found = __ballot_sync(WARP_ALL, mine);
+        if (found) return first + __ffs(found) - 1;
+    }
+    return count;
+}
+
+// x / (1 + e^-x); no overflow at either end.
+__device__ __forceinline__ float silu(float x) {
+    return x / (1.0f + expf(-x));
+}

@@ -64,7 +64,8 @@ struct Penalty {
         if (count == 0) return logit;
         float z = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
         u32 outputs = count & ~TOKEN_IN_PROMPT;
-        if (outputs > 0) z = __fsub_rn(__fsub_rn(z, __fmul_rn(frequency, __uint2float_rn(outputs))), presence);
+        float often = __fmul_rn(frequency, __uint2float_rn(outputs));
+        if (outputs > 0) z = __fsub_rn(__fsub_rn(z, often), presence);
         return clean(z);
     }
 };

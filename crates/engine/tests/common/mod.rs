@@ -24,6 +24,10 @@ pub enum With {
 }
 
 pub fn engine(with: With) -> Engine<Host> {
+    engine_with(with, EngineOptions { context: 2048, ..EngineOptions::default() })
+}
+
+pub fn engine_with(with: With, options: EngineOptions) -> Engine<Host> {
     let mut dev = Host::new(Isa::detect(), 2);
     let source = TargetSource::open(&root().join("models/th-tiny")).expect("target");
     let target = Target::load(&mut dev, &source, &mut |_| ()).expect("weights");
@@ -37,7 +41,6 @@ pub fn engine(with: With) -> Engine<Host> {
             (Some(draft), Drafter::DFlash)
         }
     };
-    let options = EngineOptions { context: 2048, ..EngineOptions::default() };
     Engine::new(dev, target, draft, drafter, options).expect("memory")
 }
 

@@ -11,9 +11,11 @@
 //! Precondition: a lane's pages up to its last row are in its row of the page table, and no page
 //! that is written belongs to two lanes.
 
+mod cuda;
 mod host;
 
 use crate::geometry::elements_fit;
+use crate::kernel::{Card, Plan};
 use crate::{Bindings, Buf, Cost, Cpu, KvPool, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
 
 /// Which elements of a head form rotary pair i of n = dims / 2.
@@ -256,6 +258,10 @@ impl Op for AttnPrepare {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

@@ -5,9 +5,11 @@
 //!
 //! Numerics: f32; taps in ascending order, each added by a fused multiply-add.
 
+mod cuda;
 mod host;
 
 use crate::geometry::{holds, is};
+use crate::kernel::{Card, Plan};
 use crate::{Act, Bindings, Buf, Cost, Cpu, Lanes, Mem, Op, Unsupported};
 
 /// See the module.
@@ -129,6 +131,10 @@ impl Op for BlockConv {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

@@ -18,7 +18,7 @@ pub(super) fn plan(op: &CopyRows, _card: &Card, plan: &mut Plan) -> Result<(), U
         ("COLUMN", op.column as i64),
         ("STRIDE", op.to.row_bytes() as i64),
     ];
-    let grid = [op.width.div_ceil(vec * THREADS) as u32, op.rows as u32, 1];
+    let grid = [op.rows as u32, op.width.div_ceil(vec * THREADS) as u32, 1];
     let args = [op.from.into(), op.to.buf.into()];
     plan.push(Launch::new(KERNEL, "copy_rows", &defines, grid, THREADS as u32, &args));
     Ok(())

@@ -1,13 +1,12 @@
 // copy_rows: to[r, COLUMN .. COLUMN + WIDTH] = from[r]
 // shapes   from (rows, WIDTH) f32; to (rows, wider) bf16 or f32, STRIDE bytes a row
-// launch   grid (WIDTH / (VEC * 256), rows), block 256: a thread moves VEC neighbours
+// launch   grid (rows, WIDTH / (VEC * 256)), block 256: a thread moves VEC neighbours
 // traffic  every element once
 // source   definition: mod.rs reference()
 
 extern "C" __global__ void __launch_bounds__(256) copy_rows(const float* from, char* to) {
     launch_next();
-    u32 i = (blockIdx.x * 256 + threadIdx.x) * VEC;
-    u32 row = blockIdx.y;
+    u32 row = blockIdx.x, i = (blockIdx.y * 256 + threadIdx.x) * VEC;
     wait();
     if (i >= WIDTH) return;
     const float* source = from + (u64)row * WIDTH + i;

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::device::{Device, DeviceError, DeviceInfo};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo};
+use crate::kernel::{Card, Launch, Plan};
 use crate::{ActDtype, Buf, Cost, Op, Unsupported};
 
 /// What one kind of op adds up to.
@@ -25,12 +26,43 @@ pub struct DryRun {
     pub ops: BTreeMap<&'static str, Counted>,
     /// Geometry that an op refused.
     pub unsupported: Vec<Unsupported>,
+    /// The first launch of each kernel that the ops need on `card`.
+    pub launches: Vec<Launch>,
+    card: Option<Card>,
+    plan: Plan,
 }
 
 impl DryRun {
     /// An empty plan for a device with these activations.
     pub fn new(act: ActDtype) -> DryRun {
-        DryRun { act, allocations: Vec::new(), ops: BTreeMap::new(), unsupported: Vec::new() }
+        DryRun {
+            act,
+            allocations: Vec::new(),
+            ops: BTreeMap::new(),
+            unsupported: Vec::new(),
+            launches: Vec::new(),
+            card: None,
+            plan: Plan::default(),
+        }
+    }
+
+    /// An empty plan for an NVIDIA card.
+    pub fn on_card(card: Card) -> DryRun {
+        DryRun { card: Some(card), ..DryRun::new(ActDtype::Bf16) }
+    }
+
+    fn plan(&mut self, card: &Card, op: &dyn Op) -> Result<(), Unsupported> {
+        self.plan.clear();
+        op.cuda(card, &mut self.plan)?;
+        for launch in self.plan.launches() {
+            let same = |l: &Launch| {
+                (l.source, l.defines, l.entry) == (launch.source, launch.defines, launch.entry)
+            };
+            if !self.launches.iter().any(same) {
+                self.launches.push(*launch);
+            }
+        }
+        Ok(())
     }
 
     /// Forgets the ops counted so far; keeps the allocations.
@@ -74,7 +106,13 @@ impl Device for DryRun {
     fn copy(&mut self, _: Buf, _: Buf) {}
 
     fn run(&mut self, op: &dyn Op) {
-        if let Err(unsupported) = op.check() {
+        let planned = op.check().and_then(|()| match self.card {
+            Some(card) => self.plan(&card, op),
+            None => Ok(()),
+        });
+        if let Err(unsupported) = planned
+            && !self.unsupported.contains(&unsupported)
+        {
             self.unsupported.push(unsupported);
         }
         let counted = self.ops.entry(op.name()).or_default();
@@ -82,8 +120,25 @@ impl Device for DryRun {
         counted.cost += op.cost();
     }
 
+    fn publish(&mut self, _: Buf) {}
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        out.fill(0);
+        Ok(())
+    }
+
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         body(self);
+    }
+
+    fn stamp(&mut self) {}
+
+    fn stamps(&mut self) -> Vec<f64> {
+        Vec::new()
+    }
+
+    fn counters(&self) -> Counters {
+        Counters::default()
     }
 
     fn read_bandwidth(&mut self, _: &[Buf]) -> f64 {

@@ -1,8 +1,10 @@
 //! The CPU as a device.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
 
-use crate::device::{Device, DeviceError, DeviceInfo, Mem};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo, Mem, PUBLISHED, PUBLISHED_BYTES};
 use crate::simd::Isa;
 use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool};
 
@@ -23,6 +25,10 @@ pub struct Host {
     mode: HostMode,
     act: ActDtype,
     failed: Option<DeviceError>,
+    /// Copies not received yet, and memory of those that were.
+    published: VecDeque<Vec<u8>>,
+    spare: Vec<Vec<u8>>,
+    stamps: Vec<Instant>,
 }
 
 impl Host {
@@ -34,7 +40,9 @@ impl Host {
     /// A device with every choice spelled out.
     pub fn with(mode: HostMode, isa: Isa, threads: usize, act: ActDtype) -> Host {
         let cpu = Cpu { isa, pool: Pool::new(threads) };
-        Host { mem: Mem::default(), cpu, mode, act, failed: None }
+        let (published, spare) = (VecDeque::new(), Vec::new());
+        let (mem, stamps) = (Mem::default(), Vec::new());
+        Host { mem, cpu, mode, act, failed: None, published, spare, stamps }
     }
 
     /// The device's memory.
@@ -119,8 +127,49 @@ impl Device for Host {
         }
     }
 
+    fn publish(&mut self, buf: Buf) {
+        if self.failed.is_some() {
+            return;
+        }
+        if self.published.len() == PUBLISHED || buf.bytes > PUBLISHED_BYTES {
+            let why = format!("{} bytes, {} copies wait", buf.bytes, self.published.len());
+            return self.fail("publish", why);
+        }
+        let mut copy = self.spare.pop().unwrap_or_default();
+        copy.clear();
+        copy.extend_from_slice(self.mem.get(buf));
+        self.published.push_back(copy);
+    }
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        if let Some(failed) = self.failed.take() {
+            self.published.clear();
+            return Err(failed);
+        }
+        let failed = |why: &str| DeviceError::Op { op: "receive", why: why.to_owned() };
+        let copy = self.published.pop_front().ok_or_else(|| failed("nothing was published"))?;
+        let part = copy.get(..out.len()).ok_or_else(|| failed("more than was published"))?;
+        out.copy_from_slice(part);
+        self.spare.push(copy);
+        Ok(())
+    }
+
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         body(self);
+    }
+
+    fn stamp(&mut self) {
+        self.stamps.push(Instant::now());
+    }
+
+    fn stamps(&mut self) -> Vec<f64> {
+        let first = self.stamps.first().copied();
+        let since = |stamp: Instant| first.map_or(0.0, |first| (stamp - first).as_secs_f64());
+        self.stamps.drain(..).map(since).collect()
+    }
+
+    fn counters(&self) -> Counters {
+        Counters::default()
     }
 
     fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {

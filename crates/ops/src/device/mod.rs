@@ -46,6 +46,38 @@ pub enum DeviceError {
     },
 }
 
+/// What it took to keep a device busy. All zero for the CPU, which is its own host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Kernels launched, those of recordings included.
+    pub launches: u64,
+    /// Calls that gave the device work: launches outside of recordings, whole recordings, copies.
+    pub submissions: u64,
+    /// Times that the host waited for the device while the device had nothing further to do.
+    pub waits: u64,
+    /// Allocations of device memory.
+    pub allocations: u64,
+}
+
+impl std::ops::Sub for Counters {
+    type Output = Counters;
+
+    /// What happened since `before`.
+    fn sub(self, before: Counters) -> Counters {
+        Counters {
+            launches: self.launches - before.launches,
+            submissions: self.submissions - before.submissions,
+            waits: self.waits - before.waits,
+            allocations: self.allocations - before.allocations,
+        }
+    }
+}
+
+/// Published copies that may wait to be received.
+pub const PUBLISHED: usize = 8;
+/// Bytes of one published copy.
+pub const PUBLISHED_BYTES: usize = 64 << 10;
+
 /// Runs ops on its own memory. `run` returns nothing: errors are sticky and surface at `sync`.
 pub trait Device {
     /// What this device is.
@@ -73,14 +105,99 @@ pub trait Device {
     /// Enqueues an op.
     fn run(&mut self, op: &dyn Op);
 
-    /// Enqueues everything that `body` enqueues. `body` may only run ops, zero and copy, and must do the
+    /// Enqueues a copy of a small buffer to the host, in order with the ops; [`Device::receive`] hands
+    /// it over. At most [`PUBLISHED`] copies may wait, of at most [`PUBLISHED_BYTES`] bytes each.
+    fn publish(&mut self, buf: Buf);
+
+    /// Waits for the oldest published copy that was not received yet, for it alone, and copies its
+    /// start out. An error says what `sync` would say, and then nothing published waits any more.
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Enqueues everything that `body` enqueues. `body` may only run ops, zero, copy and publish, and must do the
     /// same for the same `key`: a device may record it at the first call, for which it may run `body`
     /// more than once, and submit the recording as a whole from then on.
     fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device));
+
+    /// Enqueues a time stamp, in order with the ops; also inside a replayed sequence, each of whose
+    /// replays stamps again.
+    fn stamp(&mut self);
+
+    /// Waits, and gives the times of all stamps since the last call, in seconds after the first.
+    fn stamps(&mut self) -> Vec<f64>;
+
+    /// What the device did since it was opened.
+    fn counters(&self) -> Counters;
 
     /// Bytes per second at which this device reads these buffers, measured now. 0 if unknown.
     fn read_bandwidth(&mut self, of: &[Buf]) -> f64;
 
     /// Waits, and says whether everything since the last call succeeded.
     fn sync(&mut self) -> Result<(), DeviceError>;
+}
+
+/// Of whatever kind: chosen when the program starts.
+impl Device for Box<dyn Device> {
+    fn info(&self) -> DeviceInfo {
+        (**self).info()
+    }
+
+    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
+        (**self).alloc(bytes, what)
+    }
+
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+        (**self).upload(buf, piece, fill);
+    }
+
+    fn write(&mut self, buf: Buf, bytes: &[u8]) {
+        (**self).write(buf, bytes);
+    }
+
+    fn read(&mut self, buf: Buf, out: &mut [u8]) {
+        (**self).read(buf, out);
+    }
+
+    fn zero(&mut self, buf: Buf) {
+        (**self).zero(buf);
+    }
+
+    fn copy(&mut self, from: Buf, to: Buf) {
+        (**self).copy(from, to);
+    }
+
+    fn run(&mut self, op: &dyn Op) {
+        (**self).run(op);
+    }
+
+    fn publish(&mut self, buf: Buf) {
+        (**self).publish(buf);
+    }
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        (**self).receive(out)
+    }
+
+    fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        (**self).replay(key, body);
+    }
+
+    fn stamp(&mut self) {
+        (**self).stamp();
+    }
+
+    fn stamps(&mut self) -> Vec<f64> {
+        (**self).stamps()
+    }
+
+    fn counters(&self) -> Counters {
+        (**self).counters()
+    }
+
+    fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
+        (**self).read_bandwidth(of)
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        (**self).sync()
+    }
 }

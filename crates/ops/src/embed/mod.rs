@@ -9,8 +9,10 @@
 //! Numerics: `scale · code + bias` with the product and the sum rounded apart, or
 //! `scale · (code − zero)`; bit-exact everywhere.
 
+mod cuda;
 mod host;
 
+use crate::kernel::{Card, Plan};
 use crate::linear::dense_row;
 use crate::linear::layout::Layout;
 use crate::{Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported, Weight};
@@ -96,6 +98,10 @@ impl Op for Embed {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

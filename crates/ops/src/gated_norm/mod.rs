@@ -5,9 +5,11 @@
 //!
 //! Numerics: as [`crate::RmsNorm`], head by head. A quantised group may span two heads.
 
+mod cuda;
 mod host;
 
 use crate::geometry::{holds, is};
+use crate::kernel::{Card, Plan};
 use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
 /// See the module.
@@ -87,6 +89,10 @@ impl Op for GatedNorm {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

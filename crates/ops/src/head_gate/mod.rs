@@ -6,9 +6,11 @@
 //! Numerics: the reference takes the sigmoid in f64; SIMD uses [`crate::simd::math::sigmoid`].
 //! Source: `Qwen3_5Attention` in transformers (`attn_output_gate`).
 
+mod cuda;
 mod host;
 
 use crate::geometry::elements_fit;
+use crate::kernel::{Card, Plan};
 use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
 /// See the module.
@@ -92,6 +94,10 @@ impl Op for HeadGate {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

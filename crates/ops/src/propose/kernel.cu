@@ -43,6 +43,11 @@ __device__ __forceinline__ const u16 *before_row(const Codebooks &books, u32 i, 
     return books.predecessor + books.at(sh.tokens[i][c]);
 }
 
+// Copies 16 bytes to shared memory, some time.
+__device__ __forceinline__ void copy16(u32 to, const u16 *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 // Brings the rows of the candidates of n proposals to shared memory.
 __device__ __forceinline__ void stage(const Codebooks &books, u32 n, u32 k) {
 #if RANK > 0 && STAGED
@@ -51,8 +56,8 @@ __device__ __forceinline__ void stage(const Codebooks &books, u32 n, u32 k) {
         u32 row = at / pieces, piece = at % pieces;
         u64 from = books.at(sh.tokens[row / k][row % k]) + 8 * piece;
         u32 to = (u32)__cvta_generic_to_shared(staged + row * 2 * (PITCH / 8) + piece);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(books.successor + from) : "memory");
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 2 * PITCH), "l"(books.predecessor + from) : "memory");
+        copy16(to, books.successor + from);
+        copy16(to + 2 * PITCH, books.predecessor + from);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
@@ -71,7 +76,8 @@ struct Query {
 };
 
 // Adds sum(before query after) to the scores of proposal i.
-__device__ __forceinline__ void rescore(const Codebooks &books, const u16 *before, const Query &query, u32 i, u32 k) {
+__device__ __forceinline__ void
+rescore(const Codebooks &books, const u16 *before, const Query &query, u32 i, u32 k) {
 #if RANK > 0
     u32 tid = threadIdx.x, c = tid / 4, t = tid % 4;
 #pragma unroll

@@ -9,8 +9,10 @@
 //! Source: arXiv 1910.07467. The multiplication happens in f32 (`Qwen3_5RMSNorm` in transformers).
 //! Numerics: the reference sums squares in f64; SIMD sums 16 lanes in f32, then a fixed tree.
 
+mod cuda;
 mod host;
 
+use crate::kernel::{Card, Plan};
 use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
 /// See the module.
@@ -74,6 +76,10 @@ impl Op for RmsNorm {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

@@ -2,9 +2,11 @@
 //!
 //! Numerics: f32, with [`crate::simd::math::silu`]; the reference computes in f64.
 
+mod cuda;
 mod host;
 
 use crate::geometry::holds;
+use crate::kernel::{Card, Plan};
 use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
 
 /// See the module. `gate` and `up` are `[rows, width]` f32; `width` is a multiple of 16.
@@ -64,6 +66,10 @@ impl Op for SiluMul {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

@@ -5,6 +5,10 @@ use std::sync::Mutex;
 use half::bf16;
 
 use super::{Builder, Kind, Outcome, Rows, Tolerance, assert_close, compare, run_on, same_rows};
+#[cfg(feature = "cases")]
+use crate::DryRun;
+#[cfg(feature = "cases")]
+use crate::kernel::{Card, Launch};
 use crate::simd::Isa;
 use crate::{ActDtype, Device, Host, HostMode, Op, Unsupported};
 
@@ -30,6 +34,36 @@ struct Registered {
 
 static DEVICE: Mutex<Option<Registered>> = Mutex::new(None);
 static SKIPPED: Mutex<Vec<Skip>> = Mutex::new(Vec::new());
+
+/// Planned launches, while [`plans`] runs.
+#[cfg(feature = "cases")]
+static PLANS: Mutex<Option<(Card, Vec<Launch>)>> = Mutex::new(None);
+
+/// Every kernel, by its first launch, that the cases of all ops need on a card. Runs nothing.
+#[cfg(feature = "cases")]
+pub fn plans(card: Card) -> Vec<Launch> {
+    let lock = || PLANS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    *lock() = Some((card, Vec::new()));
+    all_cases().iter().flat_map(|(_, cases)| *cases).for_each(|(_, case)| case());
+    lock().take().map_or(Vec::new(), |(_, launches)| launches)
+}
+
+/// Whether cases are only planned, and then this one was.
+fn planned<O: Op>(build: &impl Fn(&mut Builder) -> O) -> bool {
+    #[cfg(feature = "cases")]
+    if let Some((card, launches)) =
+        &mut *PLANS.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    {
+        let mut dry = DryRun::on_card(*card);
+        dry.launches = std::mem::take(launches);
+        let op = build(&mut Builder::new(&mut dry));
+        dry.run(&op);
+        *launches = dry.launches;
+        return true;
+    }
+    let _ = build;
+    false
+}
 
 /// From now on, cases run on this device, not on the CPU.
 pub fn register(name: &str, with: WithDevice) {
@@ -71,6 +105,10 @@ pub fn on_each_device(
     label: &str,
     mut test: impl FnMut(&str, &mut dyn Device) -> Result<(), Unsupported>,
 ) {
+    #[cfg(feature = "cases")]
+    if PLANS.lock().is_ok_and(|plans| plans.is_some()) {
+        return;
+    }
     if let Some((name, with)) = registered() {
         let label = format!("{label} on {name}");
         with(&mut |dev| {
@@ -124,6 +162,9 @@ pub(super) fn conformance<O: Op>(
     tolerance: Tolerance,
     build: &impl Fn(&mut Builder) -> O,
 ) -> bool {
+    if planned(build) {
+        return true;
+    }
     let Some((name, with)) = registered() else { return false };
     let label = format!("{label} on {name}");
     let Some((act, got)) = outcomes(&label, with, build) else { return true };
@@ -167,6 +208,9 @@ pub(super) fn row_invariance<O: Op>(
     max: usize,
     build: &impl Fn(&mut Builder, usize) -> O,
 ) -> bool {
+    if planned(&|b: &mut Builder| build(b, max)) {
+        return (1..max).all(|rows| planned(&|b: &mut Builder| build(b, rows)));
+    }
     let Some((name, with)) = registered() else { return false };
     let label = format!("{label} rows on {name}");
     let run = |rows: usize| outcomes(&label, with, &|b: &mut Builder| build(b, rows));

@@ -9,9 +9,9 @@
 
 mod devices;
 
-#[cfg(feature = "cases")]
-pub use devices::all_cases;
 pub use devices::{Case, Skip, WithDevice, on_each_device, register, skipped};
+#[cfg(feature = "cases")]
+pub use devices::{all_cases, plans};
 
 use half::bf16;
 
@@ -22,6 +22,7 @@ use crate::{
 
 /// Lists the functions of a case file that run on every device. Each of them is also a test of the
 /// CPU: `#[cfg_attr(test, test)]`.
+#[cfg(any(test, feature = "cases"))]
 macro_rules! cases {
     ($($name:ident),* $(,)?) => {
         #[cfg(feature = "cases")]
@@ -29,6 +30,7 @@ macro_rules! cases {
             &[$((stringify!($name), $name as fn())),*];
     };
 }
+#[cfg(any(test, feature = "cases"))]
 pub(crate) use cases;
 
 const GUARD: usize = 256;

@@ -1,0 +1,90 @@
+//! Which device a model gets.
+
+use anyhow::Context;
+use cuda::{Cuda, OpenError};
+use engine::EngineOptions;
+use ops::{ActDtype, Device, DryRun, Host};
+
+use crate::generate::{DeviceKind, Isa, LoadRequest};
+use crate::local::{Sources, build};
+use crate::terminal::note;
+
+/// A device, and what suits it.
+pub struct Chosen {
+    /// The device.
+    pub dev: Box<dyn Device>,
+    /// A dry run with the same plans.
+    pub dry: DryRun,
+    /// Rows of a prefill pass, and whether rounds are submitted ahead.
+    pub options: EngineOptions,
+}
+
+/// The device that a request asks for, ready to run its model.
+pub fn choose(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
+    match request.device {
+        DeviceKind::Cpu => cpu(request),
+        DeviceKind::Cuda => card(request, sources).context("can't use CUDA"),
+        DeviceKind::Auto => match card(request, sources) {
+            Ok(chosen) => Ok(chosen),
+            Err(why) => {
+                // A machine without a card needs no remark.
+                if why.downcast_ref::<OpenError>() != Some(&OpenError::NoDriver) {
+                    note(&format!("the CPU computes, not the GPU: {why:#}"));
+                }
+                cpu(request)
+            }
+        },
+    }
+}
+
+fn cpu(request: &LoadRequest) -> anyhow::Result<Chosen> {
+    let threads = request.threads.unwrap_or_else(physical_cores);
+    let dev = Box::new(Host::new(isa(request.isa)?, threads));
+    Ok(Chosen { dev, dry: DryRun::new(ActDtype::I8), options: EngineOptions::default() })
+}
+
+fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
+    let mut dev = Cuda::open(&request.cuda)?;
+    let options = EngineOptions { chunk: 2048, ahead: true, ..EngineOptions::default() };
+    let mut dry = DryRun::on_card(*dev.card());
+    build(DryRun::on_card(*dev.card()), options, sources, request, &mut |_| ())?.rehearse(&mut dry);
+    if let Some(first) = dry.unsupported.first() {
+        let more = match dry.unsupported.len() - 1 {
+            0 => String::new(),
+            n => format!(" (and {n} more)"),
+        };
+        anyhow::bail!("this model needs {first}{more}");
+    }
+    dev.prepare(&dry.launches)?;
+    let dry = DryRun::on_card(*dev.card());
+    Ok(Chosen { dev: Box::new(dev), dry, options })
+}
+
+fn isa(isa: Isa) -> anyhow::Result<ops::simd::Isa> {
+    let available = ops::simd::Isa::available();
+    let name = match isa {
+        Isa::Auto => return Ok(available[0]),
+        Isa::Avx512 => "avx512",
+        Isa::Avx2 => "avx2",
+        Isa::Portable => "portable",
+    };
+    let names: Vec<&str> = available.iter().map(|isa| isa.name()).collect();
+    available
+        .into_iter()
+        .find(|isa| isa.name() == name)
+        .with_context(|| format!("this machine has no {name}; it has {}", names.join(", ")))
+}
+
+/// Cores that don't share their arithmetic with another hardware thread; all logical ones where the
+/// system doesn't say.
+fn physical_cores() -> usize {
+    let logical = std::thread::available_parallelism().map_or(1, usize::from);
+    let siblings = (0..logical).filter_map(|cpu| {
+        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+        std::fs::read_to_string(path).ok()
+    });
+    let mut cores: Vec<String> = siblings.collect();
+    cores.sort();
+    cores.dedup();
+    if cores.is_empty() { logical } else { cores.len().min(logical) }
+}
