@@ -306,7 +306,8 @@ extern "C" __global__ void __launch_bounds__(LANE_THREADS) accept_lanes(
     const bool sampled = params.rule == BY_TOKEN || params.rule == BY_BLOCK;
     if (tid == 0) s.kept = s.flags = 0;
     if (judged.rows > 0) {
-        read_lane(s, ids, proposals, scratch, judged, step.row0, row_bytes, valid, max_rows, k, span, sampled);
+        read_lane(
+            s, ids, proposals, scratch, judged, step.row0, row_bytes, valid, max_rows, k, span, sampled);
         if (sampled) {
             if (params.rule == BY_TOKEN) apply_token_rule(s, params, judged.base);
             else apply_block_rule(s, params, judged.base);

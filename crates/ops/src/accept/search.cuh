@@ -59,7 +59,7 @@ struct Place {
     // Behind the last there may be some of value 0.
     template <class Use>
     __device__ __forceinline__ void each(const u32 *tokens, u32 least, Use use) const {
-#pragma unroll 4
+#pragma unroll 2
         for (u32 j = 4 * lane; j < count; j += 128) {
             uint4 v = *(const uint4 *)(tokens + j);
             if (max(max(v.x, v.y), max(v.z, v.w)) < least) continue;
@@ -194,7 +194,8 @@ __device__ __forceinline__ u32 pick(const Place &place, u64 before, u64 limit) {
     cluster_sync(place.parts);
     // Each block adds up its share of the digits, a thread for each of a digit's parts.
     if (place.tid < 256) {
-        u32 part = place.tid & (place.parts - 1), digit = place.part * (256 / place.parts) + place.tid / place.parts;
+        u32 part = place.tid & (place.parts - 1);
+        u32 digit = place.part * (256 / place.parts) + place.tid / place.parts;
         u64 v = peer_get(&sh.histogram[255 - digit], part), high = NEAR ? v >> 32 : 0;
         u64 sum = NEAR ? (u32)v : v;
         for (u32 d = 1; d < place.parts; d <<= 1) {
