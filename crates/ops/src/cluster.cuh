@@ -68,17 +68,29 @@ __device__ __forceinline__ u32 peer_add(u32 *shared, u32 part, u32 value) {
 #endif
 }
 
-// Four elements from `at` on, as far as they are below `end`; the others are `filler`.
-template <class T, class T4>
-__device__ __forceinline__ T4 load4(const T *row, u32 at, u32 end, bool aligned, T filler) {
-    if (aligned && at + 4 <= end) return *(const T4 *)(row + at);
-    T4 v = {filler, filler, filler, filler};
-    if (at < end) v.x = row[at];
-    if (at + 1 < end) v.y = row[at + 1];
-    if (at + 2 < end) v.z = row[at + 2];
-    if (at + 3 < end) v.w = row[at + 3];
-    return v;
-}
 __device__ __forceinline__ bool aligned16(const void *p) {
     return ((u64)p & 15) == 0;
 }
+
+// N times four neighbours from `at` on, 128 apart, as far as they are below `end`; fillers behind.
+template <class T, class T4, int N>
+struct Quads {
+    T4 v[N];
+    Quads() = default;
+    __device__ __forceinline__ Quads(const T *row, u32 at, u32 end, T filler = T(0)) {
+        if (aligned16(row) && at + 128 * (N - 1) + 4 <= end) {
+#pragma unroll
+            for (u32 u = 0; u < N; u++) v[u] = *(const T4 *)(row + at + 128 * u);
+        } else {
+#pragma unroll
+            for (u32 u = 0; u < N; u++) {
+                const T *p = row + at + 128 * u;
+                i32 left = (i32)end - (i32)(at + 128 * u);
+                v[u].x = left > 0 ? p[0] : filler;
+                v[u].y = left > 1 ? p[1] : filler;
+                v[u].z = left > 2 ? p[2] : filler;
+                v[u].w = left > 3 ? p[3] : filler;
+            }
+        }
+    }
+};

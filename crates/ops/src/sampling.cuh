@@ -28,8 +28,11 @@ __device__ __forceinline__ float clean(float z) {
 
 // round(2^30 e^x) for x <= 0. NaN weighs nothing.
 __device__ __forceinline__ u32 weight(float x) {
-    if (!(x >= LIGHTEST)) return 0;
-    float n = rintf(__fmul_rn(x, 1.44269504088896340736f));
+    x = fmaxf(x, LIGHTEST);
+    // Adding 1.5 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+    const float large = 12582912.0f;
+    float shifted = __fadd_rn(__fmul_rn(x, 1.44269504088896340736f), large);
+    float n = __fsub_rn(shifted, large);
     float r = __fmaf_rn(n, -0.6933594f, x);
     r = __fmaf_rn(n, 2.1219444e-4f, r);
     float p = 1.0f / 5040.0f;
@@ -41,7 +44,8 @@ __device__ __forceinline__ u32 weight(float x) {
     p = __fmaf_rn(p, r, 1.0f);
     p = __fmaf_rn(p, r, 1.0f);
     // 2^n and 2^30 at once: nothing here is subnormal, so nothing rounds.
-    return __float2uint_rn(__fmul_rn(p, __uint_as_float((u32)((i32)n + 127 + 30) << 23)));
+    u32 power = (__float_as_uint(shifted) + (127 + 30)) << 23;
+    return __float2uint_rn(__fmul_rn(p, __uint_as_float(power)));
 }
 
 __device__ __forceinline__ u32 count_output(u32 count, u32 amount) {
@@ -50,16 +54,21 @@ __device__ __forceinline__ u32 count_output(u32 count, u32 amount) {
     return (count & TOKEN_IN_PROMPT) | outputs;
 }
 
-__device__ __forceinline__ float penalised(const Params &params, float logit, u32 count) {
-    if (count == 0) return logit;
-    float z = logit > 0.0f ? __fdiv_rn(logit, params.repetition) : __fmul_rn(logit, params.repetition);
-    u32 outputs = count & ~TOKEN_IN_PROMPT;
-    if (outputs > 0) {
-        z = __fsub_rn(z, __fmul_rn(params.frequency, __uint2float_rn(outputs)));
-        z = __fsub_rn(z, params.presence);
+struct Penalty {
+    float presence, frequency, repetition;
+    __device__ __forceinline__ bool any() const {
+        return presence != 0.0f || frequency != 0.0f || repetition != 1.0f;
     }
-    return clean(z);
-}
+    // A clean logit of a token with this count.
+    __device__ __forceinline__ float operator()(float logit, u32 count) const {
+        if (count == 0) return logit;
+        float z = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
+        u32 outputs = count & ~TOKEN_IN_PROMPT;
+        float often = __fmul_rn(frequency, __uint2float_rn(outputs));
+        if (outputs > 0) z = __fsub_rn(__fsub_rn(z, often), presence);
+        return clean(z);
+    }
+};
 
 // Philox4x32-10.
 __device__ __forceinline__ uint4 philox(u32 index, u32 position, u32 purpose, const u32 *seed) {

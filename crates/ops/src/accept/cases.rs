@@ -7,7 +7,7 @@ use crate::{
     SamplerParams, TOKEN_IN_PROMPT,
 };
 
-crate::testing::cases!(agrees_with_the_definition,);
+crate::testing::cases!(agrees_with_the_definition, penalties_follow_the_block_everywhere,);
 
 fn greedy() -> SamplerParams {
     SamplerParams::default()
@@ -361,6 +361,41 @@ fn penalties_do_follow_the_block() {
     let rows = vec![vec![0.0, 0.0, 2.0, 1.0]; 3];
     let params = SamplerParams { frequency: 0.6, ..greedy() };
     assert_eq!(judge(&mut rig, params, &[2, 2], &rows).tokens, [2, 2, 3]);
+}
+
+/// Both arms on every device: a kernel that ignored the block's own proposals would give the first
+/// arm's text in the second.
+#[cfg_attr(test, test)]
+fn penalties_follow_the_block_everywhere() {
+    for (presence, text) in [(0.0, [2, 2]), (5.0, [2, 3])] {
+        for rule in RULES {
+            let label = format!("accept, presence {presence}, {}", rule.name());
+            conformance(&label, Tolerance::exact(), |b| {
+                let params = SamplerParams { presence, top_k: 1, ..sampled(rule, 5) };
+                let step = LaneStep { rows: 2, pos: 10, ..LaneStep::default() };
+                // Two tokens, one proposal, nothing cut; then the tokens, and no log-probabilities.
+                let result = [2, 1, 0, 0, text[0], text[1], 0, 0, 0, 0];
+                b.expect("results", &result.map(f32::from_bits));
+                Accept {
+                    logits: b.f32(&[0.0, 0.0, 2.0, 1.0, 0.0, 0.0, 2.0, 1.0]),
+                    logit_rows: LogitRows::All,
+                    ids: b.pod(&[1u32, 2]),
+                    draft_ids: None,
+                    proposals: None,
+                    params: b.pod(&[params]),
+                    counts: b.pod(&[0u32; 4]),
+                    biases: b.pod::<LogitBias>(&[]),
+                    bias_capacity: 0,
+                    masks: None,
+                    results: b.out_f32("results", result.len()),
+                    scratch: b.bytes(&vec![0xFF; Accept::scratch_bytes(2, 4)]),
+                    lanes: Lanes { step: b.pod(&[step]), count: 1, rows: 2, max_rows: 2 },
+                    stride: 4,
+                    valid: 4,
+                }
+            });
+        }
+    }
 }
 
 /// Where top-p can't stop at the likeliest tokens, and where it only seems to.

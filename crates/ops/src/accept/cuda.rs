@@ -6,12 +6,22 @@ use crate::geometry::aligned;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
 use crate::top_k::Split;
 
-const KERNEL: Source = Source {
-    name: "accept/kernel.cu",
+const ROWS: Source = Source {
+    name: "accept/rows.cu",
     text: concat!(
         include_str!("../cluster.cuh"),
         include_str!("../sampling.cuh"),
-        include_str!("kernel.cu")
+        include_str!("row.cuh"),
+        include_str!("search.cuh"),
+        include_str!("rows.cu")
+    ),
+};
+const LANES: Source = Source {
+    name: "accept/lanes.cu",
+    text: concat!(
+        include_str!("../sampling.cuh"),
+        include_str!("row.cuh"),
+        include_str!("lanes.cu")
     ),
 };
 /// Threads of a row's blocks.
@@ -57,7 +67,7 @@ pub(super) fn plan(op: &Accept, card: &Card, plan: &mut Plan) -> Result<(), Unsu
         number(span),
     ];
     let grid = [parts as u32, (op.lanes.count * per_lane) as u32, 1];
-    let launch = Launch::new(KERNEL, "accept_rows", &defines, grid, THREADS as u32, &rows);
+    let launch = Launch::new(ROWS, "accept_rows", &defines, grid, THREADS as u32, &rows);
     let shared = if near { 4 * part as u32 } else { 0 };
     plan.push(launch.shared(shared).cluster(parts as u32));
     let lanes = [
@@ -79,6 +89,6 @@ pub(super) fn plan(op: &Accept, card: &Card, plan: &mut Plan) -> Result<(), Unsu
         number(span),
     ];
     let grid = [op.lanes.count as u32, 1, 1];
-    plan.push(Launch::new(KERNEL, "accept_lanes", &defines, grid, LANE_THREADS, &lanes));
+    plan.push(Launch::new(LANES, "accept_lanes", &[], grid, LANE_THREADS, &lanes));
     Ok(())
 }

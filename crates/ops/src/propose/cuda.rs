@@ -1,18 +1,33 @@
 //! A block for every lane.
 
 use super::Propose;
+use crate::geometry::aligned;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
 use crate::{Buf, Unsupported};
 
 const KERNEL: Source = Source {
     name: "propose/kernel.cu",
-    text: concat!(include_str!("../sampling.cuh"), include_str!("kernel.cu")),
+    text: concat!(
+        include_str!("../cluster.cuh"),
+        include_str!("../sampling.cuh"),
+        include_str!("kernel.cu")
+    ),
 };
-const THREADS: u32 = 512;
+const THREADS: u32 = 256;
+/// Proposals whose candidates' codebook rows are staged at a time.
+const AHEAD: usize = 32;
+/// Between staged rows, in elements.
+const PADDING: usize = 16;
+/// Shared memory beside staged rows and the selector's rank.
+const FIXED: usize = 16 * 1024;
 
-pub(super) fn plan(op: &Propose, _card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+pub(super) fn plan(op: &Propose, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     if op.lanes.count == 0 {
         return Ok(());
+    }
+    if let Some(s) = &op.selector {
+        let whole = aligned(&[s.predecessor, s.successor, s.query]);
+        Unsupported::unless(whole, "propose", || format!("{s:?}"), "16-byte alignment")?;
     }
     let number = |n: usize| Arg::U32(n as u32);
     let selector = |of: fn(&super::Selector) -> Buf| op.selector.as_ref().map(of).into();
@@ -32,8 +47,14 @@ pub(super) fn plan(op: &Propose, _card: &Card, plan: &mut Plan) -> Result<(), Un
         number(op.draft_stride),
         number(op.draft_first),
     ];
-    let defines = [("RANK", op.selector.map_or(0, |s| s.rank as i64))];
+    let staged = op.selector.map_or(0, |s| {
+        let proposals = (op.lanes.max_rows - 1).min(AHEAD);
+        proposals * op.k() * 2 * 2 * (s.rank + PADDING)
+    });
+    let fits = FIXED + 4 * op.selector.map_or(0, |s| s.rank) + staged <= card.shared as usize;
+    let defines = [("RANK", op.selector.map_or(0, |s| s.rank as i64)), ("STAGED", i64::from(fits))];
     let grid = [op.lanes.count as u32, 1, 1];
-    plan.push(Launch::new(KERNEL, "propose", &defines, grid, THREADS, &args));
+    let launch = Launch::new(KERNEL, "propose", &defines, grid, THREADS, &args);
+    plan.push(launch.shared(if fits { staged as u32 } else { 0 }));
     Ok(())
 }

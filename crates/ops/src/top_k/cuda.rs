@@ -56,3 +56,24 @@ pub(super) fn plan(op: &TopK, card: &Card, plan: &mut Plan) -> Result<(), Unsupp
     plan.push(launch.cluster(parts as u32));
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_cover_every_row() {
+        for arch in [80, 90, 120] {
+            let card = Card { arch, sms: 100, shared: 99 * 1024 };
+            for valid in [1, 31, 4096, 8191, 49_152, 151_936, 248_320, 1 << 20] {
+                let Split { parts, span } = Split::of(&card, valid, 16);
+                assert!(parts.is_power_of_two() && parts <= Split::MAX_PARTS);
+                assert!(parts == 1 || arch >= 90);
+                assert!(span.is_multiple_of(128) && parts * 16 * span >= valid);
+            }
+        }
+        let card = Card { arch: 90, sms: 132, shared: 227 * 1024 };
+        let Split { parts, span } = Split::of(&card, 248_320, 16);
+        assert_eq!((parts, span), (16, 1024));
+    }
+}

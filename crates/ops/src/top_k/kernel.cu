@@ -30,10 +30,11 @@ __device__ __forceinline__ u64 pair(float z, u32 id) {
 // place 4 i + c of a batch from `at` on has the id at + 128 i + c.
 struct Batch {
     float z[32];
-    __device__ __forceinline__ Batch(const float *row, u32 at, u32 end, bool aligned) {
+    __device__ __forceinline__ Batch(const float *row, u32 at, u32 end) {
+        Quads<float, float4, 8> quads(row, at, end, NEG_INF);
 #pragma unroll
         for (u32 i = 0; i < 8; i++) {
-            float4 v = load4<float, float4>(row, at + 128 * i, end, aligned, NEG_INF);
+            float4 v = quads.v[i];
             z[4 * i] = v.x, z[4 * i + 1] = v.y, z[4 * i + 2] = v.z, z[4 * i + 3] = v.w;
         }
     }
@@ -55,10 +56,10 @@ __device__ __forceinline__ u32 reaching(const Batch &batch, u32 at, u32 end, u64
 }
 
 // How many pairs of this thread's share reach a bound; puts them on the list, as far as it is long.
-__device__ __noinline__ u32 gather(const float *row, u32 first, u32 end, bool aligned, u64 bound, bool keep) {
+__device__ __noinline__ u32 gather(const float *row, u32 first, u32 end, u64 bound, bool keep) {
     u32 count = 0;
     for (u32 at = first; at < end; at += BATCH) {
-        u32 places = reaching(Batch(row, at, end, aligned), at, end, bound);
+        u32 places = reaching(Batch(row, at, end), at, end, bound);
         count += __popc(places);
         for (; keep && places != 0; places &= places - 1) {
             u32 id = id_at(at, __ffs(places) - 1);
@@ -97,14 +98,13 @@ top_k(const float *logits, u32 *ids, float *values, u32 stride, u32 valid, u32 k
     cluster_sync(parts);
     wait();
     const float *x = logits + (u64)row * stride;
-    bool aligned = aligned16(x);
     u32 first = (part * WARPS + tid / 32) * span, end = min(first + span, valid);
     first += tid % 32 * 4;
 
     float best = NEG_INF;
     u32 best_id = first;
     for (u32 at = first; at < end; at += BATCH) {
-        Batch batch(x, at, end, aligned);
+        Batch batch(x, at, end);
 #pragma unroll
         for (u32 i = 0; i < 32; i++)
             if (batch.z[i] > best) best = batch.z[i], best_id = id_at(at, i);
@@ -120,19 +120,19 @@ top_k(const float *logits, u32 *ids, float *values, u32 stride, u32 valid, u32 k
     }
     // Where fewer than k threads have any, they all take part.
     bound = max(bound, (u64)1);
-    if (mine >= bound) gather(x, first, end, aligned, bound, true);
+    if (mine >= bound) gather(x, first, end, bound, true);
     __syncthreads();
     u32 n = sh.count;
     if (n > LIST) {
         // One thread had many of the largest. Find the k-th itself.
         bound = 0;
         for (u64 bit = (u64)1 << 63; bit != 0; bit >>= 1) {
-            u32 count = mine >= (bound | bit) ? gather(x, first, end, aligned, bound | bit, false) : 0;
+            u32 count = mine >= (bound | bit) ? gather(x, first, end, bound | bit, false) : 0;
             if (block_sum(count) >= k) bound |= bit;
         }
         if (tid == 0) sh.count = 0;
         __syncthreads();
-        if (mine >= bound) gather(x, first, end, aligned, bound, true);
+        if (mine >= bound) gather(x, first, end, bound, true);
         __syncthreads();
         n = sh.count;
     }
