@@ -1,21 +1,6 @@
 // The instructions of the matrix kernels, and weights as their operands (after weight.cuh).
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ u32 load_shared(u32 a) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint2 load_shared2(u32 a) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint4 load_shared4(u32 a) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory");
-    return v;
-}
 
 // D (16 x 8, f32) += A (16 x 16, bf16) B (16 x 8, bf16). Lane 4 g + t: A has rows g and g + 8, columns
 // 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3); B has column g; D has (g, 2 t), (g, 2 t + 1), (g + 8, ...).
@@ -39,40 +24,38 @@ struct Unit {
     u32 scale[HEADERS * HEADER_WORDS + (SCALE == 3 ? SUBS : 0)];
 };
 
-// Unit `u` of a half tile's spans that start at shared address `at`.
-__device__ __forceinline__ void load_unit(Unit& w, u32 at, u32 u, u32 lane) {
-    const u32 g = lane / 4;
+// Unit `u` of a half tile's spans that start at `at`.
+__device__ __forceinline__ void load_unit(Unit& w, const u8* at, u32 u, u32 lane) {
+    const u32 g = lane / 4, within = SPAN > 64 ? u % (SPAN > 64 ? SPAN / 64 : 1) : 0;
     if constexpr (SPAN > 64) at += u / (SPAN > 64 ? SPAN / 64 : 1) * SPAN_BYTES;
     else at += u * HEADERS * SPAN_BYTES;
 #pragma unroll
     for (int h = 0; h < HEADERS; h++) {
-        const u32 header = at + h * SPAN_BYTES + g * (4 * HEADER_WORDS);
+        const u32* header = (const u32*)(at + h * SPAN_BYTES) + g * HEADER_WORDS;
         u32* to = w.scale + h * HEADER_WORDS;
-        if constexpr (HEADER_WORDS == 1) to[0] = load_shared(header);
-        if constexpr (HEADER_WORDS == 2) { uint2 v = load_shared2(header); to[0] = v.x, to[1] = v.y; }
-        if constexpr (HEADER_WORDS == 4) { uint4 v = load_shared4(header); to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w; }
+        if constexpr (HEADER_WORDS == 1) to[0] = header[0];
+        if constexpr (HEADER_WORDS == 2) { const uint2 v = *(const uint2*)header; to[0] = v.x, to[1] = v.y; }
+        if constexpr (HEADER_WORDS == 4) { const uint4 v = *(const uint4*)header; to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w; }
     }
-    const u32 within = SPAN > 64 ? u % (SPAN > 64 ? SPAN / 64 : 1) : 0;
     if constexpr (SCALE == 3) {
 #pragma unroll
         for (int s = 0; s < SUBS; s++) {
-            const u32 sub = at + SUB_AT + ((within * SUBS + s) * 16 + 2 * g) * KINDS;
-            u32& to = w.scale[HEADER_WORDS + s];
-            if constexpr (SYMMETRIC) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to) : "r"(sub) : "memory");
-            else to = load_shared(sub);
+            const u8* sub = at + SUB_AT + ((within * SUBS + s) * 16 + 2 * g) * KINDS;
+            if constexpr (SYMMETRIC) w.scale[HEADER_WORDS + s] = *(const u16*)sub;
+            else w.scale[HEADER_WORDS + s] = *(const u32*)sub;
         }
     }
-    const u32 codes = at + HEADER_BYTES + within * UNIT_BYTES;
+    const u8* codes = at + HEADER_BYTES + within * UNIT_BYTES;
 #pragma unroll
     for (int h = 0; h < HEADERS; h++) {
         constexpr int words = UNIT / 16 * STEP_BYTES / 4;  // of a lane, in one span
         u32* to = w.code + h * words;
-        const u32 from = codes + h * SPAN_BYTES;
-        if constexpr (words == 2) { uint2 v = load_shared2(from + lane * 8); to[0] = v.x, to[1] = v.y; }
+        const u8* from = codes + h * SPAN_BYTES;
+        if constexpr (words == 2) { const uint2 v = ((const uint2*)from)[lane]; to[0] = v.x, to[1] = v.y; }
         else
 #pragma unroll
             for (int c = 0; c < words / 4; c++) {
-                uint4 v = load_shared4(from + c * 512 + lane * 16);
+                const uint4 v = ((const uint4*)from)[c * 32 + lane];
                 to[4 * c] = v.x, to[4 * c + 1] = v.y, to[4 * c + 2] = v.z, to[4 * c + 3] = v.w;
             }
     }
@@ -86,7 +69,7 @@ __device__ __forceinline__ void load_unit(Unit& w, u32 at, u32 u, u32 lane) {
 #define X_HIGH (CODES == 0 ? 0x5f805f80u : X_LOW)
 #define UNSCALE 0x1p65f
 
-// A of step `j`: inputs 4 t, 4 t + 1 are its columns 2 t, 2 t + 1, and inputs 4 t + 2, 4 t + 3 those 8 further on.
+// A of step `j`: 16 inputs.
 __device__ __forceinline__ void codes_of_step(u32 (&a)[4], const Unit& w, int j) {
     if constexpr (CODES == 0) {
         const u32 word = w.code[j], high = word >> 8;

@@ -14,8 +14,8 @@
 //! | `TwoLevel` | for each output f16 d and, if affine, m; then for each group and output byte sc and, if affine, mn |
 //!
 //! Codes of a span come in units of 64 inputs (or the span, if that is 32), a unit in steps of 16
-//! inputs. In a step, lane 4 g + t has the inputs 4 t .. 4 t + 4 of outputs g and g + 8, called
-//! `a0..a3` and `b0..b3`:
+//! inputs. In a step, lane 4 g + t has the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of outputs g and
+//! g + 8, called `a0..a3` and `b0..b3`:
 //!
 //! | codes | bytes, each from its high half to its low |
 //! |---|---|
@@ -47,7 +47,7 @@ fn code_at(layout: &Layout, o: usize, i: usize) -> (usize, u32) {
     let step_bytes = if layout.codes == Codes::U8 { 8 } else { 4 };
     let unit = unit(layout);
     let chunk = (unit / 16 * step_bytes).min(16);
-    let (step, quad, i4) = (i % unit / 16, i % 16 / 4, i % 4);
+    let (step, quad, i4) = (i % unit / 16, i % 8 / 2, i % 16 / 8 * 2 + i % 2);
     let (byte, shift) = match layout.codes {
         Codes::U8 => (i4 / 2 * 4 + i4 % 2 * 2 + o / 8, 0),
         Codes::U4 | Codes::Iq4 => (i4 % 2 * 2 + o / 8, i4 / 2 * 4),

@@ -41,7 +41,7 @@ __device__ __forceinline__ float quantised_weight(const u8* w, u32 k, u32 o, u32
         else scale = __fmul_rn(scale, (float)sub[0]), bias = -__fmul_rn(bias, (float)sub[1]);
     }
     constexpr u32 chunk = UNIT / 16 * STEP_BYTES < 16 ? UNIT / 16 * STEP_BYTES : 16;
-    const u32 step = i % UNIT / 16, lane = 4 * (o % 8) + i % 16 / 4, i4 = i % 4;
+    const u32 step = i % UNIT / 16, lane = 4 * (o % 8) + i % 8 / 2, i4 = i % 16 / 8 * 2 + i % 2;
     const u32 of_lane = step * STEP_BYTES + (CODES == 1 ? i4 / 2 * 4 : 0) + i4 % 2 * 2 + o / 8 % 2;
     const u8* codes = span + HEADER_BYTES + i / UNIT * UNIT_BYTES;
     const u32 byte = codes[of_lane / chunk * 32 * chunk + lane * chunk + of_lane % chunk];
