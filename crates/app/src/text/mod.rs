@@ -2,6 +2,8 @@
 
 pub mod chat;
 pub mod detokenize;
+#[cfg(test)]
+mod fuzz;
 pub mod gguf_vocab;
 pub mod guard;
 pub mod python_json;

@@ -38,11 +38,9 @@ pub(super) fn run(op: &GatedDelta, mem: &Mem, cpu: &Cpu) {
     // Tiles side by side share the broadcasts of k and q and hide each other's latency, as far as
     // the registers for their sums and the L1 cache reach and there are items enough for all threads.
     let four = tiles.is_multiple_of(4) && op.geometry.key_dim <= 128 && items(4) >= 2 * threads;
-    let group = match cpu.isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 if four => 4,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 if tiles.is_multiple_of(2) => 2,
+    let group = match one_register_a_row(cpu.isa) {
+        true if four => 4,
+        true if tiles.is_multiple_of(2) => 2,
         _ => 1,
     };
     // An item asks for the next one's state, so a chunk is several items, but each thread gets a
@@ -59,6 +57,15 @@ pub(super) fn run(op: &GatedDelta, mem: &Mem, cpu: &Cpu) {
             _ => cpu.isa.dispatch(Items::<1> { op, mem, steps, items }),
         }
     });
+}
+
+/// Whether a key row of a tile is one register, so that there are registers for several tiles.
+fn one_register_a_row(isa: Isa) -> bool {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => true,
+        _ => false,
+    }
 }
 
 struct Items<'a, const T: usize> {
