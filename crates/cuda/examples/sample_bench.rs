@@ -4,6 +4,8 @@
 //! `cargo run --release -p cuda --example sample_bench [LANES [VOCABULARY [PART OF A NAME]]]`;
 //! `TH_NVRTC` names the folder of the run-time compiler.
 
+#![expect(clippy::disallowed_methods, reason = "an example picks its compiler by the environment")]
+
 use std::path::PathBuf;
 use std::time::Instant;
 

@@ -70,7 +70,7 @@ impl Split {
         ];
         // What an item leaves in scratch: sums of values, a maximum and a sum for each row and head.
         let item = 4 * (dim + 2) * self.rows * op.heads / kv.kv_heads;
-        let capacity = op.scratch.bytes / item & !1;
+        let capacity = (op.scratch.bytes / item) & !1;
         let capacity = Arg::U32(capacity.min(u32::MAX as usize - 1) as u32);
         let count = Arg::U32(lanes.count as u32);
         let scale = Arg::F32(op.scale * std::f32::consts::LOG2_E);
