@@ -426,6 +426,7 @@ fn run_json_is_exactly_one_object() {
             "usage",
             "timings",
             "memory",
+            "counters",
             "model",
             "draft",
             "device",

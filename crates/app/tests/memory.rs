@@ -24,6 +24,7 @@ mod linux {
         command.args(["--context", context, "--max-tokens", &TOKENS.to_string()]);
         command.args(["--prompt", "Write a long story about a lighthouse and its keeper."]);
         command.env_remove("TH_ENGINE_MODELS").env_remove("TH_ISA");
+        #[expect(clippy::zombie_processes, reason = "waited for below, with its usage")]
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("spawn");
         let mut out = String::new();
         child.stdout.take().expect("a pipe").read_to_string(&mut out).expect("UTF-8");

@@ -89,7 +89,7 @@ impl Bench {
     fn time(&mut self, name: &str, ops: &[Box<dyn Op>], floor: f64) {
         self.key += 1;
         let key = self.key;
-        let mut run = |dev: &mut Cuda, times: usize| {
+        let run = |dev: &mut Cuda, times: usize| {
             let start = Instant::now();
             for _ in 0..times {
                 dev.replay(key, &mut |dev| ops.iter().for_each(|op| dev.run(&**op)));

@@ -1,7 +1,7 @@
 //! top_k, propose and accept on a card: every outcome against the CPU's bits, and times of a round's
 //! end, for lanes of 8 rows.
 //!
-//! `cargo run --release -p cuda --example sample_bench [LANES [VOCABULARY [PART OF A NAME]]]`;
+//! `cargo run --release -p cuda --example round_end_bench [LANES [VOCABULARY [PART OF A NAME]]]`;
 //! `TH_NVRTC` names the folder of the run-time compiler.
 
 #![expect(clippy::disallowed_methods, reason = "an example picks its compiler by the environment")]
