@@ -72,6 +72,7 @@ pub fn answer(
     answer.figures.answers = 1;
     answer.figures.prompt_tokens = prompt.len();
     answer.figures.cached_tokens = prefill.cached_tokens;
+    answer.figures.prefill = begun.elapsed();
     let mut text = tok.map(|tok| OutputStream::new(tok, stream));
     let mut first = None;
     let finish = loop {

@@ -144,7 +144,8 @@ fn report(session: &Session, answer: &Answer, spent: Counters) -> Value {
         },
         "timings": {
             "load_ms": ms(session.load_time),
-            "prefill_ms": ms(figures.first_token),
+            "prefill_ms": ms(figures.prefill),
+            "first_token_ms": ms(figures.first_token),
             "decode_ms": ms(figures.decode),
             "rounds": figures.rounds,
             "tokens_per_round": figures.tokens_per_round(),

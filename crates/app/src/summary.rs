@@ -13,6 +13,8 @@ pub struct Figures {
     pub cached_tokens: usize,
     /// Tokens of the answers.
     pub output_tokens: usize,
+    /// From the request to the prompt's last token in the cache.
+    pub prefill: Duration,
     /// From the request to the first token.
     pub first_token: Duration,
     /// From the first token to the end of the last round.
@@ -38,6 +40,7 @@ impl Figures {
         self.prompt_tokens += other.prompt_tokens;
         self.cached_tokens += other.cached_tokens;
         self.output_tokens += other.output_tokens;
+        self.prefill += other.prefill;
         self.first_token += other.first_token;
         self.decode += other.decode;
         self.decode_tokens += other.decode_tokens;
@@ -121,6 +124,7 @@ mod tests {
             prompt_tokens: 40,
             cached_tokens: 32,
             output_tokens: 11,
+            prefill: Duration::from_millis(18),
             first_token: Duration::from_millis(20),
             decode: Duration::from_millis(500),
             decode_tokens: 10,

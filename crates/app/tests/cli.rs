@@ -444,6 +444,7 @@ fn run_json_is_exactly_one_object() {
         [
             "load_ms",
             "prefill_ms",
+            "first_token_ms",
             "decode_ms",
             "rounds",
             "tokens_per_round",
