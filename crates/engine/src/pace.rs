@@ -10,8 +10,9 @@
 
 /// Rounds of either kind before the first comparison, and of a try that goes well.
 const TRY: u32 = 6;
-/// Rounds between two tries of the slower kind.
-const BETWEEN_TRIES: u32 = 96;
+/// Rounds between two tries of the slower kind: at first, and after many that went badly, each of
+/// which doubles it.
+const BETWEEN_TRIES: std::ops::RangeInclusive<u32> = 12..=192;
 /// How much faster the other kind must be before it replaces the current one.
 const MARGIN: f64 = 1.05;
 /// Weight of the newest sample in a mean.
@@ -31,6 +32,8 @@ pub(crate) struct Pace {
     /// Rounds left before the other kind is tried, and then of that try.
     until_try: u32,
     in_try: u32,
+    /// Rounds between tries now.
+    between: u32,
 }
 
 impl Default for Pace {
@@ -42,6 +45,7 @@ impl Default for Pace {
             drafting: true,
             until_try: TRY,
             in_try: 0,
+            between: *BETWEEN_TRIES.start(),
         }
     }
 }
@@ -77,7 +81,8 @@ impl Pace {
             }
         } else {
             self.in_try = TRY;
-            self.until_try = BETWEEN_TRIES;
+            self.until_try = self.between;
+            self.between = (2 * self.between).min(*BETWEEN_TRIES.end());
         }
     }
 
@@ -90,7 +95,8 @@ impl Pace {
     fn decide(&mut self) {
         if self.rate(!self.drafting) > MARGIN * self.rate(self.drafting) {
             self.drafting = !self.drafting;
-            self.until_try = BETWEEN_TRIES;
+            self.between = *BETWEEN_TRIES.start();
+            self.until_try = self.between;
         }
     }
 }
