@@ -1,13 +1,12 @@
 //! Which device a model gets.
 
 use anyhow::Context;
-use cuda::{Cuda, OpenError};
+use cuda::Cuda;
 use engine::EngineOptions;
 use ops::{ActDtype, Device, DryRun, Host};
 
 use crate::generate::{DeviceKind, Isa, LoadRequest};
 use crate::local::{Sources, build};
-use crate::terminal::note;
 
 /// A device, and what suits it.
 pub struct Chosen {
@@ -22,18 +21,10 @@ pub struct Chosen {
 /// The device that a request asks for, ready to run its model.
 pub fn choose(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
     match request.device {
-        DeviceKind::Cpu => cpu(request),
+        // A card is taken only when asked for, until whole models have been held to the CPU's
+        // answers there.
+        DeviceKind::Auto | DeviceKind::Cpu => cpu(request),
         DeviceKind::Cuda => card(request, sources).context("can't use CUDA"),
-        DeviceKind::Auto => match card(request, sources) {
-            Ok(chosen) => Ok(chosen),
-            Err(why) => {
-                // A machine without a card needs no remark.
-                if why.downcast_ref::<OpenError>() != Some(&OpenError::NoDriver) {
-                    note(&format!("the CPU computes, not the GPU: {why:#}"));
-                }
-                cpu(request)
-            }
-        },
     }
 }
 

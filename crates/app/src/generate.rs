@@ -35,7 +35,7 @@ pub struct LoadRequest {
 /// What computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum DeviceKind {
-    /// An NVIDIA card if there is one that can run the model, else the CPU.
+    /// The CPU, as long as CUDA is being tried out.
     #[default]
     Auto,
     /// The CPU.

@@ -16,7 +16,15 @@ crate::testing::cases!(
     ones_count_their_codes,
     parts_of_different_formats,
     a_row_does_not_depend_on_its_neighbours,
+    rows_of_several_lanes,
+    more_rows_than_lanes_have,
+    more_outputs_than_a_pass,
 );
+
+/// The same bits on the CPU; elsewhere sums of f32.
+fn exact() -> Tolerance {
+    Tolerance::exact().elsewhere(1e-5)
+}
 
 /// One random matrix and `rows` random rows.
 fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize, act: ActDtype) -> Linear {
@@ -39,7 +47,7 @@ fn int8_products_have_the_bits_of_the_definition() {
         for (rows, n, k) in [(1, 33, 64), (3, 70, 320), (9, 5, 128)] {
             let k = inputs(kind, k);
             let name = format!("linear {kind:?} {rows}x{n}x{k}");
-            conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
+            conformance(&name, exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
         }
     }
 }
@@ -49,7 +57,7 @@ fn every_number_of_rows() {
     for kind in [Kind::Mlx(4, 64, ScaleDtype::Bf16), Kind::Ggml(GgmlType::Q6_K)] {
         for rows in 1..=19 {
             let name = format!("linear {kind:?} {rows} rows");
-            conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, 40, 256, ActDtype::I8));
+            conformance(&name, exact(), |b| build(b, kind, rows, 40, 256, ActDtype::I8));
         }
     }
 }
@@ -59,7 +67,7 @@ fn shipped_shapes() {
     let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
     for (rows, n, k) in [(1, 1536, 576), (8, 576, 1536), (2, 96, 5120), (1, 64, 17408)] {
         let name = format!("linear {rows}x{n}x{k}");
-        conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
+        conformance(&name, exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
     }
 }
 
@@ -72,7 +80,7 @@ fn inputs_in_chunks() {
         (Kind::Ggml(GgmlType::Q4_K), 8, 64, 5120),
     ] {
         let name = format!("linear {kind:?} {rows}x{n}x{k}");
-        conformance(&name, Tolerance::exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
+        conformance(&name, exact(), |b| build(b, kind, rows, n, k, ActDtype::I8));
     }
 }
 
@@ -200,6 +208,46 @@ fn a_row_does_not_depend_on_its_neighbours() {
                 row_invariance("linear", 17, |b, rows| build(b, kind, rows, 40, k, act));
             }
         }
+    }
+}
+
+/// As many rows as may share a pass without changing each other.
+#[cfg_attr(test, test)]
+fn rows_of_several_lanes() {
+    let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+    row_invariance("linear of 64", 64, |b, rows| build(b, kind, rows, 40, 576, ActDtype::I8));
+    for kind in Kind::quantized() {
+        let k = inputs(kind, 1100);
+        let name = format!("linear {kind:?} 40 rows");
+        conformance(&name, exact(), |b| build(b, kind, 40, 50, k, ActDtype::I8));
+    }
+}
+
+/// Prompts. Devices may round quantised weights to bf16 there.
+#[cfg_attr(test, test)]
+fn more_rows_than_lanes_have() {
+    let rounded = Tolerance::exact().elsewhere(1.0 / 128.0);
+    for kind in Kind::quantized() {
+        let k = inputs(kind, 320);
+        let name = format!("linear {kind:?} 66 rows");
+        conformance(&name, rounded, |b| build(b, kind, 66, 50, k, ActDtype::I8));
+    }
+    let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+    for (rows, n, k) in [(65, 1, 64), (129, 300, 128), (200, 515, 832), (384, 70, 64)] {
+        let name = format!("linear {rows}x{n}x{k}");
+        conformance(&name, rounded, |b| build(b, kind, rows, n, k, ActDtype::I8));
+    }
+    let rounded = Tolerance::relative(1e-5).elsewhere(1.0 / 128.0);
+    conformance("four parts, many rows", rounded, |b| four_parts(b, 130));
+}
+
+/// More than the processors of a large card hold sums for at a time.
+#[cfg_attr(test, test)]
+fn more_outputs_than_a_pass() {
+    let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+    for (rows, n) in [(1, 39_000), (20, 12_000)] {
+        let name = format!("linear {rows}x{n}x64");
+        conformance(&name, exact(), |b| build(b, kind, rows, n, 64, ActDtype::I8));
     }
 }
 

@@ -1,1 +1,277 @@
+//! Which kernel multiplies: one for few rows and one for many, both for quantised weights and bf16
+//! activations, and one for everything else.
+//!
+//! Up to [`FEW_ROWS`] rows take the same sums in the same order, whatever their number.
 
+use super::layout::Layout;
+use super::{Linear, LinearPart};
+use crate::geometry::aligned;
+use crate::kernel::{Arg, Card, Launch, Plan, Source};
+use crate::{ActDtype, Buf, Codes, Format, ScaleDtype, Unsupported};
+
+const FEW: Source = Source {
+    name: "linear/few.cu",
+    text: concat!(
+        include_str!("weight.cuh"),
+        include_str!("fragments.cuh"),
+        include_str!("few.cu")
+    ),
+};
+const MANY: Source = Source {
+    name: "linear/many.cu",
+    text: concat!(
+        include_str!("weight.cuh"),
+        include_str!("fragments.cuh"),
+        include_str!("many.cu")
+    ),
+};
+const ANY: Source = Source {
+    name: "linear/any.cu",
+    text: concat!(include_str!("weight.cuh"), include_str!("any.cu")),
+};
+
+/// A row's bits don't depend on the number of rows up to here.
+const FEW_ROWS: usize = 64;
+
+pub(super) fn plan(op: &Linear, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+    let act = op.x.define("linear")?;
+    if op.rows == 0 {
+        return Ok(());
+    }
+    let parts = op.parts();
+    let mut done = [false; Linear::MAX_PARTS];
+    for first in 0..parts.len() {
+        if done[first] {
+            continue;
+        }
+        let format = parts[first].weight.format;
+        let Some(layout) = tensor_cores(op, card, format) else {
+            any(op, &parts[first], act, plan);
+            continue;
+        };
+        // All parts of this format in one launch.
+        let mut group = Group { parts: [None; Linear::MAX_PARTS], k: op.x.width, layout };
+        let same = parts.iter().enumerate().filter(|(_, p)| p.weight.format == format);
+        for (slot, (i, part)) in group.parts.iter_mut().zip(same) {
+            (done[i], *slot) = (true, Some(part));
+        }
+        if op.rows > FEW_ROWS && card.arch == 90 {
+            many(op, &group, plan);
+        } else {
+            few(op, &group, card, plan)?;
+        }
+    }
+    Ok(())
+}
+
+/// The layout, if the kernels on tensor cores can do it.
+fn tensor_cores(op: &Linear, card: &Card, format: Format) -> Option<Layout> {
+    let same = |p: &&LinearPart| p.weight.format == format;
+    let fits = op.x.dtype == ActDtype::Bf16
+        && card.arch >= 90
+        && op.x.width.is_multiple_of(64)
+        && aligned(&[op.x.buf])
+        && op.parts().iter().filter(same).all(|p| aligned(&[p.weight.buf]));
+    Layout::of(format).filter(|_| fits)
+}
+
+/// Parts of one format.
+struct Group<'a> {
+    parts: [Option<&'a LinearPart>; Linear::MAX_PARTS],
+    k: usize,
+    layout: Layout,
+}
+
+impl Group<'_> {
+    fn weights(&self) -> impl Iterator<Item = &LinearPart> {
+        self.parts.iter().copied().flatten()
+    }
+
+    /// Half tiles of 16 outputs.
+    fn half_tiles(&self) -> usize {
+        self.weights().map(|p| p.weight.n.div_ceil(16)).sum()
+    }
+
+    /// Arguments of a launch for some of the rows.
+    fn args(&self, op: &Linear, first: usize, rows: usize) -> [Arg; 17] {
+        let stride = op.x.row_bytes();
+        let adds = self.weights().enumerate().map(|(i, p)| u32::from(p.add) << i).sum::<u32>();
+        let x = op.x.buf.slice(first * stride, rows * stride);
+        let mut args = [Arg::Null; 17];
+        let head = [stride, rows, self.k].map(|v| Arg::U32(v as u32));
+        args[0] = x.into();
+        args[1..4].copy_from_slice(&head);
+        args[4] = adds.into();
+        for (args, part) in args[5..].chunks_exact_mut(3).zip(self.parts) {
+            let n = part.map_or(0, |p| p.weight.n);
+            let rows_of = |out: Buf| out.slice(4 * first * n, 4 * rows * n);
+            args[0] = part.map(|p| p.weight.buf).into();
+            args[1] = part.map(|p| rows_of(p.out)).into();
+            args[2] = (n as u32).into();
+        }
+        args
+    }
+}
+
+/// What `weight.cuh` wants to know; anything, for dense formats.
+pub(crate) fn weight_defines(layout: Option<Layout>) -> [(&'static str, i64); 4] {
+    let filler = Layout { codes: Codes::U4, symmetric: false, group: 64, scale: ScaleDtype::Bf16 };
+    let layout = layout.unwrap_or(filler);
+    let codes = match layout.codes {
+        Codes::U4 => 0,
+        Codes::U8 => 1,
+        Codes::Iq4 => 2,
+    };
+    let scale = match layout.scale {
+        ScaleDtype::F16 => 0,
+        ScaleDtype::Bf16 => 1,
+        ScaleDtype::F32 => 2,
+        ScaleDtype::TwoLevel => 3,
+    };
+    let symmetric = i64::from(layout.symmetric);
+    [("CODES", codes), ("SYMMETRIC", symmetric), ("GROUP", layout.group as i64), ("SCALE", scale)]
+}
+
+/// What the general kernels call a format.
+pub(crate) fn format_define(format: Format) -> (&'static str, i64) {
+    let number = match format {
+        Format::Affine { .. } | Format::Symmetric { .. } => 0,
+        Format::F32 => 1,
+        Format::F16 => 2,
+        Format::Bf16 => 3,
+    };
+    ("FORMAT", number)
+}
+
+fn any(op: &Linear, part: &LinearPart, act: (&'static str, i64), plan: &mut Plan) {
+    let (weight, k) = (part.weight, op.x.width);
+    let vector = k.is_multiple_of(8) && aligned(&[op.x.buf, weight.buf]);
+    let [a, b, c, d] = weight_defines(Layout::of(weight.format));
+    let vector = ("VECTOR", if vector { 8 } else { 1 });
+    let defines = [a, b, c, d, format_define(weight.format), act, vector];
+    let [stride, rows, n, k, add] =
+        [op.x.row_bytes(), op.rows, weight.n, k, usize::from(part.add)].map(|v| Arg::U32(v as u32));
+    let args = [op.x.buf.into(), stride, rows, n, k, add, weight.buf.into(), part.out.into()];
+    let grid = [weight.n.div_ceil(8) as u32, op.rows.div_ceil(8) as u32, 1];
+    plan.push(Launch::new(ANY, "linear_any", &defines, grid, 256, &args));
+}
+
+fn many(op: &Linear, group: &Group<'_>, plan: &mut Plan) {
+    const ROWS: usize = 128;
+    const OUTPUTS: usize = 256;
+    const STAGES: usize = 6;
+    let tiles: usize = group.weights().map(|p| p.weight.n.div_ceil(OUTPUTS)).sum();
+    let grid = [op.rows.div_ceil(ROWS) as u32, tiles as u32, 1];
+    let shared = STAGES * (128 * ROWS + 16) + 1024;
+    let defines = weight_defines(Some(group.layout));
+    let args = group.args(op, 0, op.rows);
+    plan.push(Launch::new(MANY, "linear_many", &defines, grid, 384, &args).shared(shared as u32));
+}
+
+/// Warps that compute; each takes 64 inputs of a chunk.
+const WARPS: usize = 8;
+const CHUNK: usize = 64 * WARPS;
+/// Chunks whose activations a warp holds.
+const X_AHEAD: usize = 3;
+/// Shared memory of a block: enough for the stream, and the rest is for the small kernels between.
+const SHARED: usize = 165_000;
+/// Bytes on their way to a block at a time. Enough for the speed of memory; more delay activations.
+const IN_FLIGHT: usize = 60_000;
+
+/// How `few.cu` goes about a product.
+#[derive(Clone, Copy, Debug)]
+struct Few {
+    blocks: usize,
+    tiles: usize,
+    stage: usize,
+    ring: usize,
+    ahead: usize,
+    split: usize,
+    round: usize,
+    shared: usize,
+}
+
+impl Few {
+    /// For up to `8 · blocks` rows. Which blocks share k does not depend on the rows: it decides the
+    /// order of sums.
+    fn new(group: &Group<'_>, card: &Card, blocks: usize) -> Option<Few> {
+        let (tiles, layout) = (group.half_tiles(), group.layout);
+        let (split, run) = split(tiles, group.k, card);
+        // Accumulators and a stage of weights are in registers.
+        let most = [18, 9, 5][blocks.ilog2() as usize];
+        let words: usize = if layout.codes == Codes::U8 { 14 } else { 7 };
+        let stage = (35 / words).min(5).div_ceil(blocks);
+        let tiles = run.div_ceil(run.div_ceil(most));
+        if split > 1 && tiles < run {
+            return None;
+        }
+        let stage = tiles.div_ceil(tiles.div_ceil(stage));
+        let round = tiles.div_ceil(tiles.div_ceil((5 / blocks).max(1)));
+        let own = tiles.div_ceil(split);
+        let cross = if split > 1 { split * own * blocks * 512 } else { 0 };
+        let barriers = 512;
+        let rest = WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512) + cross + barriers;
+        let slot = stage * CHUNK / layout.span() * layout.span_bytes() / 2;
+        let budget = SHARED.min(card.shared as usize).checked_sub(rest)?;
+        let ring = (budget / slot).min(24);
+        let ahead = (IN_FLIGHT + slot / 2) / slot;
+        let few = Few {
+            blocks,
+            tiles,
+            stage,
+            ring,
+            ahead: ahead.clamp(1, ring.max(1)),
+            split,
+            round,
+            shared: rest + ring * slot,
+        };
+        (ring >= 2).then_some(few)
+    }
+}
+
+/// Blocks that share k, and the most half tiles of a run.
+fn split(tiles: usize, k: usize, card: &Card) -> (usize, usize) {
+    let sms = card.sms as usize;
+    let run = |split: usize| tiles.div_ceil((sms / split).max(1));
+    let chunks = k.div_ceil(CHUNK);
+    // One pass only, in which the blocks of a cluster exchange what they have.
+    let two = run(2) <= 5 && chunks >= 2 && sms >= 2;
+    let cost = |split: usize| run(split) * chunks.div_ceil(split);
+    let split = if two && 20 * cost(2) < 19 * cost(1) { 2 } else { 1 };
+    (split, run(split))
+}
+
+fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+    let mut first = 0;
+    while first < op.rows {
+        let left = op.rows - first;
+        let sizes = [1, 2, 4].into_iter().filter(|blocks| *blocks == 1 || 4 * blocks < left);
+        let Some(few) = sizes.rev().find_map(|blocks| Few::new(group, card, blocks)) else {
+            let what = format!("{} bytes of shared memory", card.shared);
+            return Err(Unsupported { op: "linear", what, limit: "a few stages".to_owned() });
+        };
+        let rows = left.min(8 * few.blocks);
+        let [a, b, c, d] = weight_defines(Some(group.layout));
+        let define = |name, value: usize| (name, value as i64);
+        let defines = [
+            a,
+            b,
+            c,
+            d,
+            define("BLOCKS", few.blocks),
+            define("TILES", few.tiles),
+            define("STAGE", few.stage),
+            define("RING", few.ring),
+            define("AHEAD", few.ahead),
+            define("SPLIT", few.split),
+            define("ROUND", few.round),
+        ];
+        let grid = [card.sms / few.split as u32 * few.split as u32, 1, 1];
+        let args = group.args(op, first, rows);
+        let threads = 32 * (WARPS as u32 + 1);
+        let launch = Launch::new(FEW, "linear_few", &defines, grid, threads, &args);
+        plan.push(launch.shared(few.shared as u32).cluster(few.split as u32));
+        first += rows;
+    }
+    Ok(())
+}

@@ -1,13 +1,18 @@
 // The instructions of the matrix kernels, and weights as their operands (after weight.cuh).
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 // D (16 x 8, f32) += A (16 x 16, bf16) B (16 x 8, bf16). Lane 4 g + t: A has rows g and g + 8, columns
 // 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3); B has column g; D has (g, 2 t), (g, 2 t + 1), (g + 8, ...).
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Two 16 x 8 matrices B: lane 8 i + r has the address of 8 inputs of row r, those of quarter i.
+__device__ __forceinline__ void load_matrices(u32 (&b0)[2], u32 (&b1)[2], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b0[0]), "=r"(b0[1]), "=r"(b1[0]), "=r"(b1[1])
+                 : "r"(at)
+                 : "memory");
 }
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {  // each half; -0 leaves signs alone
     u32 d;

@@ -30,6 +30,7 @@
 //!
 //! In all cases `out + product` for `add`, and a row's bits don't depend on other rows.
 
+pub(crate) mod cuda;
 mod dense;
 mod exact;
 mod fragments;
@@ -43,6 +44,7 @@ pub use layout::TILE;
 pub(crate) use pack::dense_row;
 pub use pack::{DenseDtype, PackError, Source};
 
+use crate::kernel::{Card, Plan};
 use crate::{
     ACT_GROUP, Act, ActDtype, ActGroup, Bindings, Buf, Cost, Cpu, Format, Mem, Op, Unsupported,
     Weight,
@@ -172,6 +174,10 @@ impl Op for Linear {
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
         host::run(self, mem, cpu);
+    }
+
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

@@ -142,6 +142,7 @@ impl<'d> Builder<'d> {
     }
 
     /// How the device wants quantised weights packed.
+    #[cfg(any(test, feature = "cases"))]
     pub(crate) fn tile_order(&self) -> TileOrder {
         self.dev.info().tiles
     }
