@@ -26,7 +26,21 @@ const MEMORY: isize = 1 << 30;
 // ---------------------------------------------------------------------------------------------
 // Running
 
-fn run<S: Strategy>(strategy: S, check: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+/// Runs `check` on many values; at least one in `share` must have been rendered, or the strategy
+/// makes nothing but noise.
+fn run<S: Strategy<Value = String>>(share: usize, strategy: S) {
+    let (cases, rendered) = (Cell::new(0), Cell::new(0));
+    let check = |source| {
+        cases.set(cases.get() + 1);
+        rendered.set(rendered.get() + usize::from(check(source)?));
+        Ok(())
+    };
+    run_cases(strategy, check);
+    println!("{} of {} templates rendered", rendered.get(), cases.get());
+    assert!(rendered.get() * share >= cases.get(), "{} of {}", rendered.get(), cases.get());
+}
+
+fn run_cases<S: Strategy>(strategy: S, check: impl Fn(S::Value) -> Result<(), TestCaseError>) {
     #[expect(clippy::disallowed_methods, reason = "tests only: how long to fuzz")]
     let seconds = std::env::var("TH_FUZZ_SECONDS").ok().and_then(|s| s.parse().ok());
     let config = |cases| Config { cases, failure_persistence: None, ..Config::default() };
@@ -108,20 +122,23 @@ fn check_error(error: &TemplateError) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-fn check(source: String) -> Result<(), TestCaseError> {
+/// Whether a template gives a prompt; an error if it does anything that it may not.
+fn check(source: String) -> Result<bool, TestCaseError> {
     let before = LIVE.get();
     PEAK.set(before);
     let parsed = Templates::parse("t", &[("default".into(), source.clone())], clock);
     let templates = match parsed {
         Ok(templates) => templates,
-        Err(error) => return check_error(&error),
+        Err(error) => return check_error(&error).map(|()| false),
     };
+    let mut rendered = false;
     let chat = ChatText::new(tok(), templates, Map::new());
     let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {}}})];
     for tools in [&[][..], &tools] {
         let prompt = chat.prompt(&conversation(), tools, &TemplateOptions::default());
         match prompt {
             Ok(prompt) if prompt.text.text().len() < 1 << 20 => {
+                rendered = true;
                 chat.prompt_ids(&prompt).map_err(|e| TestCaseError::fail(e.to_string()))?;
             }
             Ok(_) => {}
@@ -138,7 +155,7 @@ fn check(source: String) -> Result<(), TestCaseError> {
     }
     let held = PEAK.get() - before;
     prop_assert!(held <= MEMORY, "{held} bytes held by {source:?}");
-    Ok(())
+    Ok(rendered)
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -209,7 +226,7 @@ fn damaged(base: String) -> impl Strategy<Value = String> {
 #[test]
 fn fuzz_damaged_templates() {
     let qwen_like = include_str!("../../tests/data/qwen_like.jinja").to_owned();
-    run(prop_oneof![damaged(bundled()), damaged(qwen_like)], check);
+    run(20, prop_oneof![damaged(bundled()), damaged(qwen_like)]);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -382,10 +399,11 @@ fn fuzz_random_templates() {
         false => format!("{start}{body}"),
         true => format!("{start}{{% for m in messages %}}{body}{{% endfor %}}"),
     });
-    run(wrapped, check);
+    run(8, wrapped);
 }
 
 #[test]
 fn fuzz_template_text() {
-    run(vec(prop::sample::select(&PIECES[..]), 0..30).prop_map(|parts| parts.concat()), check);
+    let parts = vec(prop::sample::select(&PIECES[..]), 0..30);
+    run(100, parts.prop_map(|parts| parts.concat()));
 }

@@ -19,8 +19,7 @@ use half::bf16;
 
 use crate::simd::Isa;
 use crate::{
-    Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, LaneStep, Lanes, Mem, Op, TileOrder,
-    Unsupported,
+    Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, LaneStep, Lanes, Mem, Op, Unsupported,
 };
 
 /// Lists the functions of a case file that run on every device. Each of them is also a test of the
@@ -143,7 +142,7 @@ impl<'d> Builder<'d> {
 
     /// How the device wants quantised weights packed.
     #[cfg(any(test, feature = "cases"))]
-    pub(crate) fn tile_order(&self) -> TileOrder {
+    pub(crate) fn tile_order(&self) -> crate::TileOrder {
         self.dev.info().tiles
     }
 
