@@ -6,6 +6,7 @@ pub mod ngram;
 mod pace;
 mod round;
 pub mod sampler;
+pub mod service;
 mod session;
 
 pub use drafter::{Drafter, HostDrafter};
