@@ -42,22 +42,14 @@ fn entry(o: usize) -> usize {
     o % 8 * 2 + o / 8
 }
 
-/// Where, in a half tile's span, input `i` of output `o` lies, and its shift.
-fn code_at(layout: &Layout, o: usize, i: usize) -> (usize, u32) {
-    let step_bytes = if layout.codes == Codes::U8 { 8 } else { 4 };
-    let unit = unit(layout);
+/// Where, in a half tile's span, the codes of step `s` (inputs 16 s and on) of lane 0 lie, and the bytes
+/// from lane to lane.
+fn step_at(layout: &Layout, s: usize) -> (usize, usize) {
+    let (unit, step_bytes) = (unit(layout), if layout.codes == Codes::U8 { 8 } else { 4 });
     let chunk = (unit / 16 * step_bytes).min(16);
-    let (step, quad, i4) = (i % unit / 16, i % 8 / 2, i % 16 / 8 * 2 + i % 2);
-    let (byte, shift) = match layout.codes {
-        Codes::U8 => (i4 / 2 * 4 + i4 % 2 * 2 + o / 8, 0),
-        Codes::U4 | Codes::Iq4 => (i4 % 2 * 2 + o / 8, i4 / 2 * 4),
-    };
-    let of_lane = step * step_bytes + byte;
-    let at = i / unit * layout.code_bytes(unit) / 2
-        + of_lane / chunk * (32 * chunk)
-        + (4 * (o % 8) + quad) * chunk
-        + of_lane % chunk;
-    (layout.header_bytes() / 2 + at, shift as u32)
+    let of_lane = s % (unit / 16) * step_bytes;
+    let at = 16 * s / unit * layout.code_bytes(unit) / 2 + of_lane / chunk * (32 * chunk);
+    (layout.header_bytes() / 2 + at + of_lane % chunk, chunk)
 }
 
 /// The span `index` of the half tile that holds output `o` of a tile.
@@ -65,7 +57,7 @@ fn span_at(layout: &Layout, tile_bytes: usize, o: usize, index: usize) -> usize 
     o / HALF * (tile_bytes / 2) + index * (layout.span_bytes() / 2)
 }
 
-/// Writes output `o`'s share of a tile's span `index`. The codes start out as zeros.
+/// Writes output `o`'s share of a tile's span `index`.
 pub(super) fn write_span(layout: &Layout, tile: &mut [u8], o: usize, index: usize, span: &Span) {
     let at = span_at(layout, tile.len(), o, index);
     let bytes = &mut tile[at..][..layout.span_bytes() / 2];
@@ -84,9 +76,18 @@ pub(super) fn write_span(layout: &Layout, tile: &mut [u8], o: usize, index: usiz
             }
         }
     }
-    for (i, code) in span.codes[..layout.span()].iter().enumerate() {
-        let (at, shift) = code_at(layout, o, i);
-        bytes[at] |= code << shift;
+    for (s, codes) in span.codes[..layout.span()].as_chunks::<16>().0.iter().enumerate() {
+        let (at, stride) = step_at(layout, s);
+        for t in 0..4 {
+            // The four inputs of lane 4 (o % 8) + t.
+            let [i0, i1, i2, i3] = [0, 1, 8, 9].map(|i| codes[2 * t + i]);
+            let to = &mut bytes[at + (4 * (o % 8) + t) * stride + o / 8..];
+            if layout.codes == Codes::U8 {
+                (to[0], to[2], to[4], to[6]) = (i0, i1, i2, i3);
+            } else {
+                (to[0], to[2]) = (i0 | i2 << 4, i1 | i3 << 4);
+            }
+        }
     }
 }
 
@@ -116,7 +117,13 @@ pub(super) fn weight(layout: &Layout, tile: &[u8], o: usize, k: usize) -> f32 {
             bias = -(bias * f32::from(bytes[sub + 1]));
         }
     }
-    let (at, shift) = code_at(layout, o, i);
+    let (at, stride) = step_at(layout, i / 16);
+    let (quad, i4) = (i % 8 / 2, i % 16 / 8 * 2 + i % 2);
+    let at = at + (4 * (o % 8) + quad) * stride + o / 8;
+    let (at, shift) = match layout.codes {
+        Codes::U8 => (at + 2 * i4, 0),
+        Codes::U4 | Codes::Iq4 => (at + i4 % 2 * 2, i4 / 2 * 4),
+    };
     let code = match layout.codes {
         Codes::U8 => i32::from(bytes[at]),
         Codes::U4 => i32::from(bytes[at] >> shift & 15),
