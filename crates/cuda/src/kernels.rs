@@ -156,12 +156,21 @@ fn function(module: sys::CUmodule, entry: &str, card: &Card) -> Result<sys::CUfu
     }
 }
 
+/// A pointer to each argument, whose bits lie in its low bytes.
+pub(crate) fn pointers(args: &mut [u64]) -> [*mut c_void; 32] {
+    let mut pointers = [std::ptr::null_mut(); 32];
+    for (pointer, arg) in pointers.iter_mut().zip(args) {
+        *pointer = std::ptr::from_mut(arg).cast();
+    }
+    pointers
+}
+
 /// A kernel that can be launched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Function(sys::CUfunction);
 
 impl Function {
-    /// Puts a launch on a stream. `args` holds each argument's bits in its low bytes.
+    /// Puts a launch on a stream. `args` points to each argument.
     ///
     /// # Safety
     /// The arguments are those that the kernel takes, and the addresses are valid for what it does.
@@ -169,13 +178,9 @@ impl Function {
         self,
         card: &Card,
         launch: &Launch,
-        args: &[u64],
+        args: &mut [*mut c_void],
         stream: &Stream,
     ) -> Result<(), String> {
-        let mut pointers = [std::ptr::null_mut::<c_void>(); 32];
-        for (pointer, arg) in pointers.iter_mut().zip(args) {
-            *pointer = std::ptr::from_ref(arg).cast_mut().cast();
-        }
         // SAFETY: plain data of which the driver reads what the ids name.
         let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
         let mut count = 0;
@@ -208,7 +213,7 @@ impl Function {
         };
         // SAFETY: by contract; `config` and the pointers live through the call, which copies them.
         let status = unsafe {
-            sys::cuLaunchKernelEx(&config, self.0, pointers.as_mut_ptr(), std::ptr::null_mut())
+            sys::cuLaunchKernelEx(&config, self.0, args.as_mut_ptr(), std::ptr::null_mut())
         };
         status.result().map_err(explain)
     }

@@ -5,6 +5,7 @@
 //! build time; without a driver or a compiler [`Cuda::open`] says so.
 
 mod bandwidth;
+mod chain;
 mod cubins;
 mod gpu;
 mod graphs;
@@ -18,6 +19,7 @@ mod stamps;
 pub use gpu::OpenError;
 pub use nvrtc::Nvrtc;
 
+use std::ffi::c_void;
 use std::path::PathBuf;
 
 use ops::kernel::{Arg, Card, Launch, Plan};
@@ -26,10 +28,11 @@ use ops::{
     TileOrder,
 };
 
+use crate::chain::Chain;
 use crate::cubins::Cubins;
 use crate::gpu::{Gpu, Stream, explain};
 use crate::graphs::{Graphs, Recording};
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, pointers};
 use crate::mailbox::Mailbox;
 use crate::memory::Memory;
 use crate::staging::Staging;
@@ -75,6 +78,10 @@ pub struct Cuda {
     gpu: Gpu,
     plan: Plan,
     mode: Mode,
+    /// Stages of a recording that may be joined by more.
+    chain: Option<Chain>,
+    /// Where the blocks of chains meet.
+    meetings: Option<Buf>,
     counters: Counters,
     check_each: bool,
     failed: Option<DeviceError>,
@@ -109,6 +116,8 @@ impl Cuda {
             gpu,
             plan: Plan::default(),
             mode: Mode::Run,
+            chain: None,
+            meetings: None,
             counters: Counters::default(),
             check_each: options.check_each,
             failed: None,
@@ -152,7 +161,7 @@ impl Cuda {
         self.stream.synchronize().map_err(|e| lost(explain(e)))?;
         self.graphs.clear();
         self.stamps.forget();
-        self.mailbox = None;
+        (self.mailbox, self.chain, self.meetings) = (None, None, None);
         self.memory.clear(&self.stream).map_err(lost)
     }
 
@@ -200,7 +209,7 @@ impl Cuda {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Puts one launch on the stream, or notes it.
+    /// Puts one launch on the stream, or notes it. A stage of a recording waits for others to join.
     fn launch(&mut self, launch: &Launch) -> Result<(), String> {
         let mut args = [0u64; 32];
         let list = launch.args.as_slice();
@@ -212,11 +221,46 @@ impl Cuda {
                 Arg::F32(value) => u64::from(value.to_bits()),
             };
         }
-        self.put(launch, &args[..list.len()])
+        let args = &mut args[..list.len()];
+        let Some(kind) = launch.stage else {
+            self.end_chain()?;
+            return self.put(launch, &mut pointers(args)[..args.len()]);
+        };
+        if self.chain.as_mut().is_some_and(|chain| chain.join(launch, kind, args)) {
+            return Ok(());
+        }
+        self.end_chain()?;
+        let meetings = self.meetings()?;
+        self.chain = Some(Chain::new(launch, kind, args, meetings));
+        if matches!(self.mode, Mode::Run) { self.end_chain() } else { Ok(()) }
     }
 
-    /// Puts one launch with these arguments on the stream, or notes it.
-    fn put(&mut self, launch: &Launch, args: &[u64]) -> Result<(), String> {
+    /// Puts the chain that was begun, if any, on the stream, or notes it. Whatever is to come after its
+    /// stages has to call this first.
+    fn end_chain(&mut self) -> Result<(), String> {
+        let Some(mut chain) = self.chain.take() else { return Ok(()) };
+        let program = std::ptr::from_mut(&mut chain.program).cast();
+        self.put(&chain.launch, &mut [program])
+    }
+
+    /// [`Cuda::end_chain`], whose failure is this device's.
+    fn flush(&mut self) {
+        if let Err(why) = self.end_chain() {
+            self.fail(DeviceError::Op { op: "chain", why });
+        }
+    }
+
+    /// The address of the word where blocks of chains meet.
+    fn meetings(&mut self) -> Result<u64, String> {
+        if self.meetings.is_none() {
+            let word = self.memory.alloc(&self.stream, 8, "meetings of chains");
+            self.meetings = Some(word.map_err(|e| e.to_string())?);
+        }
+        Ok(self.meetings.map_or(0, |word| self.memory.address(word)))
+    }
+
+    /// Puts one launch with these pointers to its arguments on the stream, or notes it.
+    fn put(&mut self, launch: &Launch, args: &mut [*mut c_void]) -> Result<(), String> {
         if let Mode::Note(launches) = &mut self.mode {
             launches.push(*launch);
             return Ok(());
@@ -289,8 +333,9 @@ impl Cuda {
             mailbox.room(1).map_err(failed)?;
         }
         let (from, count) = (self.memory.address(buf), self.memory.address(mailbox.count));
-        let args = mailbox.args(from, buf.bytes / 4, count);
-        self.put(&Mailbox::launch(), &args).map_err(failed)?;
+        let mut args = mailbox.args(from, buf.bytes / 4, count);
+        self.end_chain().map_err(failed)?;
+        self.put(&Mailbox::launch(), &mut pointers(&mut args)[..args.len()]).map_err(failed)?;
         match (&mut self.mode, &mut self.mailbox) {
             (Mode::Record(holds), _) => holds.published += 1,
             (Mode::Run, Some(mailbox)) => mailbox.sent(1),
@@ -300,8 +345,12 @@ impl Cuda {
     }
 
     fn record(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        if let Err(why) = self.meetings() {
+            return self.fail(DeviceError::Op { op: "record", why });
+        }
         self.mode = Mode::Note(Vec::new());
         body(self);
+        self.flush();
         if let Mode::Note(launches) = std::mem::replace(&mut self.mode, Mode::Run)
             && self.failed.is_none()
             && let Err(why) = self.kernels.prepare(&self.gpu.card, &launches)
@@ -317,6 +366,7 @@ impl Cuda {
         }
         self.mode = Mode::Record(Recording::default());
         body(self);
+        self.flush();
         let mode = std::mem::replace(&mut self.mode, Mode::Run);
         if self.failed.is_some() {
             return self.graphs.abandon(&self.stream);
@@ -405,7 +455,11 @@ impl Device for Cuda {
     }
 
     fn zero(&mut self, buf: Buf) {
-        if buf.bytes == 0 || !self.enter() || self.noting() {
+        if buf.bytes == 0 || !self.enter() {
+            return;
+        }
+        self.flush();
+        if self.noting() {
             return;
         }
         let address = self.memory.address(buf);
@@ -418,7 +472,11 @@ impl Device for Cuda {
 
     fn copy(&mut self, from: Buf, to: Buf) {
         assert!(!from.overlaps(&to) && from.bytes == to.bytes, "copy of {from:?} onto {to:?}");
-        if from.bytes == 0 || !self.enter() || self.noting() {
+        if from.bytes == 0 || !self.enter() {
+            return;
+        }
+        self.flush();
+        if self.noting() {
             return;
         }
         let (source, target) = (self.memory.address(from), self.memory.address(to));
@@ -494,6 +552,7 @@ impl Device for Cuda {
         if !self.enter() {
             return;
         }
+        self.flush();
         let stamped = match &mut self.mode {
             Mode::Note(_) => return,
             Mode::Run => self.stamps.stamp(&self.stream),

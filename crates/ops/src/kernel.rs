@@ -94,6 +94,13 @@ impl<T: Copy, const N: usize> List<T, N> {
     pub fn as_slice(&self) -> &[T] {
         &self.items[..self.len]
     }
+
+    /// With one more, if there is room.
+    fn with(mut self, item: T) -> Option<Self> {
+        *self.items.get_mut(self.len)? = item;
+        self.len += 1;
+        Some(self)
+    }
 }
 
 /// One kernel launch.
@@ -115,6 +122,28 @@ pub struct Launch {
     pub cluster: u32,
     /// Arguments.
     pub args: List<Arg, 32>,
+    /// The launch is a chain of one stage of this kind, whose words the arguments are: its kernel takes
+    /// a [`Program`] instead. In a recorded sequence neighbours of the same shape join.
+    pub stage: Option<u32>,
+}
+
+/// The most stages of a chain.
+pub const MOST_STAGES: usize = 24;
+/// The most words of a stage.
+pub const MOST_WORDS: usize = 19;
+
+/// The one argument of a chain's kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Program {
+    /// Address of a `u64` that was zero once, and that only chains of the same number of blocks write.
+    pub meetings: u64,
+    /// Stages.
+    pub count: u64,
+    /// What each does.
+    pub kind: [u64; MOST_STAGES],
+    /// Their arguments' bits.
+    pub word: [[u64; MOST_WORDS]; MOST_STAGES],
 }
 
 impl Launch {
@@ -128,7 +157,7 @@ impl Launch {
         args: &[Arg],
     ) -> Launch {
         let (defines, args) = (List::of(defines, ("", 0)), List::of(args, Arg::Null));
-        Launch { source, entry, defines, grid, block, shared: 0, cluster: 1, args }
+        Launch { source, entry, defines, grid, block, shared: 0, cluster: 1, args, stage: None }
     }
 
     /// With this much dynamic shared memory.
@@ -141,6 +170,30 @@ impl Launch {
     #[must_use]
     pub fn cluster(self, blocks: u32) -> Launch {
         Launch { cluster: blocks, ..self }
+    }
+
+    /// As a stage of a chain.
+    #[must_use]
+    pub fn stage(self, kind: u32) -> Launch {
+        Launch { stage: Some(kind), ..self }
+    }
+
+    /// The launch of both, if they may join: this one's with the other's defines and the most shared
+    /// memory. The arguments stay this one's.
+    pub fn joined(&self, next: &Launch) -> Option<Launch> {
+        let shape = |l: &Launch| (l.source, l.entry, l.grid, l.block, l.cluster);
+        if self.stage.is_none() || next.stage.is_none() || shape(self) != shape(next) {
+            return None;
+        }
+        let mut defines = self.defines;
+        for &(name, value) in next.defines.as_slice() {
+            match defines.as_slice().iter().find(|(known, _)| *known == name) {
+                Some(&(_, known)) if known != value => return None,
+                Some(_) => {}
+                None => defines = defines.with((name, value))?,
+            }
+        }
+        Some(Launch { defines, shared: self.shared.max(next.shared), ..*self })
     }
 }
 

@@ -14,6 +14,7 @@
 )]
 
 mod act;
+mod chain;
 mod device;
 mod geometry;
 mod op;

@@ -194,11 +194,43 @@ __device__ __forceinline__ void phase_wait(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
+// The same where blocks of the cluster arrive.
+__device__ __forceinline__ void phase_wait_cluster(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+// A place in shared memory, in another block of the cluster.
+__device__ __forceinline__ u32 in_block(u32 at, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Bytes from global to shared memory by the copy engine; counted by `bar`. Multiples of 16.
 __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
         "l"(from), "r"(bytes), "r"(bar)
+        : "memory");
+}
+// The policy of what is read once, and such a copy.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bulk_copy_once(u32 to, const void* from, u32 bytes, u32 bar, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
 #endif

@@ -1,16 +1,25 @@
-//! One thread for four neighbours, or for one where rows aren't aligned.
+//! One thread for four neighbours, or for one where rows aren't aligned; few rows as a stage of a chain.
 
 use super::CopyRows;
-use crate::Unsupported;
+use crate::chain::{self, Kind};
 use crate::geometry::aligned;
-use crate::kernel::{Card, Launch, Plan, Source};
+use crate::kernel::{Arg, Card, Launch, Plan, Source};
+use crate::{ActDtype, Unsupported};
 
 const KERNEL: Source = Source { name: "copy_rows/kernel.cu", text: include_str!("kernel.cu") };
 const THREADS: usize = 256;
 
-pub(super) fn plan(op: &CopyRows, _card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+pub(super) fn plan(op: &CopyRows, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     let whole = op.width.is_multiple_of(4) && op.column.is_multiple_of(4);
     let vec = if whole && aligned(&[op.from, op.to.buf]) { 4 } else { 1 };
+    let joins = vec == 4 && op.rows <= chain::ROWS && op.to.dtype == ActDtype::Bf16;
+    if joins && chain::supported(card) {
+        let [width, column, stride, rows] =
+            [op.width, op.column, op.to.row_bytes(), op.rows].map(|v| Arg::U32(v as u32));
+        let words = [op.from.into(), op.to.buf.into(), width, column, stride, rows];
+        plan.push(chain::stage(card, Kind::CopyRows, &[], 0, &words));
+        return Ok(());
+    }
     let defines = [
         op.to.define("copy_rows")?,
         ("VEC", vec as i64),

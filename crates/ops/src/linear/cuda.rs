@@ -5,18 +5,11 @@
 
 use super::layout::Layout;
 use super::{Linear, LinearPart};
+use crate::chain::{self, Kind};
 use crate::geometry::aligned;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
 use crate::{ActDtype, Buf, Codes, Format, ScaleDtype, Unsupported};
 
-const FEW: Source = Source {
-    name: "linear/few.cu",
-    text: concat!(
-        include_str!("weight.cuh"),
-        include_str!("fragments.cuh"),
-        include_str!("few.cu")
-    ),
-};
 const MANY: Source = Source {
     name: "linear/many.cu",
     text: concat!(
@@ -68,7 +61,7 @@ pub(super) fn plan(op: &Linear, card: &Card, plan: &mut Plan) -> Result<(), Unsu
 fn tensor_cores(op: &Linear, card: &Card, format: Format) -> Option<Layout> {
     let same = |p: &&LinearPart| p.weight.format == format;
     let fits = op.x.dtype == ActDtype::Bf16
-        && card.arch >= 90
+        && chain::supported(card)
         && op.x.width.is_multiple_of(64)
         && aligned(&[op.x.buf])
         && op.parts().iter().filter(same).all(|p| aligned(&[p.weight.buf]));
@@ -168,74 +161,74 @@ fn many(op: &Linear, group: &Group<'_>, plan: &mut Plan) {
     plan.push(Launch::new(MANY, "linear_many", &defines, grid, 384, &args).shared(shared as u32));
 }
 
-/// Warps that compute; each takes 64 inputs of a chunk.
-const WARPS: usize = 8;
-const CHUNK: usize = 64 * WARPS;
+/// Each of a block's warps takes 64 inputs of a chunk.
+const CHUNK: usize = 64 * chain::WARPS;
 /// Chunks whose activations a warp holds.
 const X_AHEAD: usize = 3;
 /// Shared memory of a block: enough for the stream, and the rest is for the small kernels between.
 const SHARED: usize = 165_000;
 /// Bytes on their way to a block at a time. Enough for the speed of memory; more delay activations.
 const IN_FLIGHT: usize = 60_000;
+/// Half tiles of a pass that `product.cuh` has code for, each with the define that asks for it.
+const PASSES: [(usize, &str); 12] = [
+    (2, "T_2"),
+    (3, "T_3"),
+    (4, "T_4"),
+    (5, "T_5"),
+    (7, "T_7"),
+    (8, "T_8"),
+    (9, "T_9"),
+    (10, "T_10"),
+    (12, "T_12"),
+    (15, "T_15"),
+    (17, "T_17"),
+    (18, "T_18"),
+];
+const SPLIT_PASSES: [(usize, &str); 2] = [(3, "T_3_2"), (5, "T_5_2")];
 
-/// How `few.cu` goes about a product.
+/// How `product.cuh` goes about a product.
 #[derive(Clone, Copy, Debug)]
 struct Few {
     blocks: usize,
-    tiles: usize,
-    stage: usize,
     ring: usize,
     ahead: usize,
-    split: usize,
-    round: usize,
     shared: usize,
+    tiles: usize,
+    split: usize,
+    pass: &'static str,
 }
 
 impl Few {
     /// For up to `8 · blocks` rows. Which blocks share k does not depend on the rows: it decides the
     /// order of sums.
     fn new(group: &Group<'_>, card: &Card, blocks: usize) -> Option<Few> {
-        let (tiles, layout) = (group.half_tiles(), group.layout);
-        let (split, run) = split(tiles, group.k, card);
-        // Accumulators and a stage of weights are in registers.
+        let (half_tiles, layout) = (group.half_tiles(), group.layout);
+        let (split, run) = split(half_tiles, group.k, card);
+        // Accumulators are in registers.
         let most = [18, 9, 5][blocks.ilog2() as usize];
-        let words: usize = if layout.codes == Codes::U8 { 14 } else { 7 };
-        let stage = (35 / words).min(5).div_ceil(blocks);
-        let tiles = run.div_ceil(run.div_ceil(most));
-        if split > 1 && tiles < run {
-            return None;
-        }
-        let stage = tiles.div_ceil(tiles.div_ceil(stage));
-        let round = tiles.div_ceil(tiles.div_ceil((5 / blocks).max(1)));
-        let own = tiles.div_ceil(split);
-        let cross = if split > 1 { split * own * blocks * 512 } else { 0 };
-        let barriers = 512;
-        let rest = WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512) + cross + barriers;
-        let slot = stage * CHUNK / layout.span() * layout.span_bytes() / 2;
-        let budget = SHARED.min(card.shared as usize).checked_sub(rest)?;
-        let ring = (budget / slot).min(24);
-        let ahead = (IN_FLIGHT + slot / 2) / slot;
-        let few = Few {
-            blocks,
-            tiles,
-            stage,
-            ring,
-            ahead: ahead.clamp(1, ring.max(1)),
-            split,
-            round,
-            shared: rest + ring * slot,
-        };
+        let known: &[(usize, &str)] = if split > 1 { &SPLIT_PASSES } else { &PASSES };
+        let pass = run.div_ceil(run.div_ceil(most));
+        let &(tiles, pass) = known.iter().find(|(tiles, _)| (pass..=most).contains(tiles))?;
+        // As in product.cuh, and a slot holds a stage of weights.
+        let slot_tiles = if layout.codes == Codes::U8 { 2usize } else { 5 }.div_ceil(blocks);
+        let slot = slot_tiles * CHUNK / layout.span() * layout.span_bytes() / 2;
+        let (round, barriers) = ((5 / blocks).max(1), 512);
+        let sums = chain::WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512);
+        let rest = sums + 2 * 3 * blocks * 512 + barriers;
+        let ring = (SHARED.min(card.shared as usize).checked_sub(rest)? / slot).min(24);
+        let ahead = ((IN_FLIGHT + slot / 2) / slot).clamp(1, ring.max(1));
+        let few = Few { blocks, ring, ahead, shared: rest + ring * slot, tiles, split, pass };
         (ring >= 2).then_some(few)
     }
 }
 
 /// Blocks that share k, and the most half tiles of a run.
 fn split(tiles: usize, k: usize, card: &Card) -> (usize, usize) {
-    let sms = card.sms as usize;
-    let run = |split: usize| tiles.div_ceil((sms / split).max(1));
+    let sms = chain::blocks(card);
+    let run = |split: usize| tiles.div_ceil(sms / split);
     let chunks = k.div_ceil(CHUNK);
     // One pass only, in which the blocks of a cluster exchange what they have.
-    let two = run(2) <= 5 && chunks >= 2 && sms >= 2;
+    let two = run(2) <= 5 && chunks >= 2;
     let cost = |split: usize| run(split) * chunks.div_ceil(split);
     let split = if two && 20 * cost(2) < 19 * cost(1) { 2 } else { 1 };
     (split, run(split))
@@ -253,24 +246,14 @@ fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(
         let rows = left.min(8 * few.blocks);
         let [a, b, c, d] = weight_defines(Some(group.layout));
         let define = |name, value: usize| (name, value as i64);
-        let defines = [
-            a,
-            b,
-            c,
-            d,
-            define("BLOCKS", few.blocks),
-            define("TILES", few.tiles),
-            define("STAGE", few.stage),
-            define("RING", few.ring),
-            define("AHEAD", few.ahead),
-            define("SPLIT", few.split),
-            define("ROUND", few.round),
-        ];
-        let grid = [card.sms / few.split as u32 * few.split as u32, 1, 1];
+        let size = [define("BLOCKS", few.blocks), define("RING", few.ring)];
+        let defines = [a, b, c, d, size[0], size[1], define("AHEAD", few.ahead), (few.pass, 1)];
         let args = group.args(op, first, rows);
-        let threads = 32 * (WARPS as u32 + 1);
-        let launch = Launch::new(FEW, "linear_few", &defines, grid, threads, &args);
-        plan.push(launch.shared(few.shared as u32).cluster(few.split as u32));
+        let mut words = [Arg::Null; 19];
+        words[..5].copy_from_slice(&args[..5]);
+        words[5..7].copy_from_slice(&[few.tiles, few.split].map(|v| Arg::U32(v as u32)));
+        words[7..].copy_from_slice(&args[5..]);
+        plan.push(chain::stage(card, Kind::Product, &defines, few.shared, &words));
         first += rows;
     }
     Ok(())

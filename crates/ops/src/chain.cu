@@ -1,0 +1,96 @@
+// chain: stages one after the other, each over the whole card, in one launch
+// launch   one block an SM in clusters of 2: WARPS warps compute, one copies weights
+// source   the stages' own folders; mod.rs says what may follow what
+//
+// Between two stages all blocks meet. The copying warp does not: it runs ahead through the weights of all products, so that memory is
+// read while sums are added up, blocks meet and activations arrive.
+//
+// Defines: those of the stages that occur.
+
+#define MOST_STAGES 24
+#define WORDS 19
+
+struct Program {
+    u64* meetings;  // counts arrivals, for ever
+    u64 count;
+    u64 kind[MOST_STAGES];
+    u64 word[MOST_STAGES][WORDS];
+};
+
+// Where blocks meet: everything that was written before is visible after. Among compute warps.
+struct Meeting {
+    u64* arrivals;
+    u64 target;
+    __device__ __forceinline__ void meet() {
+        barrier(1, 32 * WARPS);
+        if (threadIdx.x == 0) {
+            if (target == 0) {
+                u64 before;
+                asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(arrivals) : "memory");
+                target = before - before % gridDim.x + gridDim.x;
+            } else {
+                asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(arrivals) : "memory");
+                target += gridDim.x;
+            }
+            u64 now;
+            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(arrivals) : "memory");
+            while (now < target);
+        }
+        barrier(1, 32 * WARPS);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) chain(const __grid_constant__ Program program) {
+    extern __shared__ __align__(128) u8 shared[];
+    const u32 warp = __shfl_sync(WARP_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, count = program.count;
+#ifdef BLOCKS
+    const u32 full = shared_address(shared) + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
+    const Ring ring = {shared_address(shared), full, empty, 0, 0};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, WARPS);
+        phase_init(cross, WARPS);
+        phase_init_fence();
+    }
+    __syncthreads();
+    // Blocks of a cluster write into each other's memory: both must be there, and stay.
+    cluster_arrive();
+    launch_next();
+    if (warp == WARPS) {
+        Filler filler = {ring, 0, 0, 0, read_once()};
+        for (u32 i = 0; i < count; i++)
+            if (program.kind[i] == 0) filler.fill(Product(program.word[i]), lane);
+        __syncwarp();
+        cluster_wait();
+    } else {
+        Block block = {shared, ring, warp, lane, cross, 0, 0};
+        for (u32 i = lane * 4; i < X_AHEAD * X_BYTES; i += 128)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(shared) + X_AT + warp * X_AHEAD * X_BYTES + i), "r"(0) : "memory");
+#else
+    launch_next();
+    if (warp < WARPS) {
+#endif
+        Meeting meeting = {program.meetings, 0};
+        wait();
+#ifdef BLOCKS
+        cluster_wait();
+#endif
+        for (u32 i = 0; i < count; i++) {
+            if (i) meeting.meet();
+            const u64* word = program.word[i];
+            switch (program.kind[i]) {
+#ifdef BLOCKS
+            case 0: product(Product(word), block); break;
+#endif
+#ifdef NORM_WIDTH
+            case 1: rms_norm_stage(word); break;
+#endif
+            case 2: silu_mul_stage(word); break;
+            case 3: copy_rows_stage(word); break;
+            }
+        }
+    }
+#ifdef BLOCKS
+    cluster_arrive();
+    cluster_wait();
+#endif
+}

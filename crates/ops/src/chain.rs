@@ -1,0 +1,63 @@
+//! Ops of few rows as stages of one launch: between two launches a card idles for longer than it takes
+//! to read the weights of a small matrix.
+//!
+//! A launch that [`joins`](crate::kernel::Launch::stage) is a chain of one stage. In a recorded sequence a
+//! runtime makes one launch of neighbours that join: their words one after the other, their defines
+//! together, and the most shared memory.
+
+use crate::kernel::{Arg, Card, Launch, MOST_WORDS, Source};
+
+const SOURCE: Source = Source {
+    name: "chain.cu",
+    text: concat!(
+        "#define WARPS 8\n#ifdef BLOCKS\n",
+        include_str!("linear/weight.cuh"),
+        include_str!("linear/fragments.cuh"),
+        include_str!("linear/product.cuh"),
+        "\n#endif\n#ifdef NORM_WIDTH\n",
+        include_str!("rms_norm/row.cuh"),
+        include_str!("rms_norm/stage.cuh"),
+        "\n#endif\n",
+        include_str!("silu_mul/stage.cuh"),
+        include_str!("copy_rows/stage.cuh"),
+        include_str!("chain.cu"),
+    ),
+};
+
+/// Warps that compute.
+pub(crate) const WARPS: usize = 8;
+/// The most rows of stages that join.
+pub(crate) const ROWS: usize = 64;
+
+/// What a stage does; chain.cu knows the numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Product = 0,
+    RmsNorm = 1,
+    SiluMul = 2,
+    CopyRows = 3,
+}
+
+/// Whether this card runs chains: clusters and copies by the copy engine.
+pub(crate) fn supported(card: &Card) -> bool {
+    card.arch >= 90 && card.sms >= 2
+}
+
+/// Blocks of a chain.
+pub(crate) fn blocks(card: &Card) -> usize {
+    card.sms as usize / 2 * 2
+}
+
+/// A chain of one stage.
+pub(crate) fn stage(
+    card: &Card,
+    kind: Kind,
+    defines: &[(&'static str, i64)],
+    shared: usize,
+    words: &[Arg],
+) -> Launch {
+    assert!(words.len() <= MOST_WORDS, "{} words of a stage", words.len());
+    let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (WARPS as u32 + 1));
+    let launch = Launch::new(SOURCE, "chain", defines, grid, threads, words);
+    launch.shared(shared as u32).cluster(2).stage(kind as u32)
+}

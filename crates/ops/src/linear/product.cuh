@@ -1,0 +1,367 @@
+// The product of few rows as a stage of a chain: out[rows, n] (+)= x[rows, k] W[n, k]^T, weights read once at the speed of memory.
+// shapes   x bf16 rows; W in the order of fragments.rs; out f32; up to 8 BLOCKS rows; k a multiple of 64 and of the span
+// traffic  the weights once; x once for each pass of TILES half tiles and block, from L2
+// source   definition: mod.rs reference(); docs/decisions/few-row-matmul-on-hopper has what else was tried
+//
+// Work. The half tiles (16 outputs) of all parts are dealt to clusters in nearly equal runs; where there are few, the two blocks of
+// a cluster take a half of k each. A block goes through its run in passes of TILES half tiles, and through k in chunks of 512
+// inputs, of which each of its 8 warps takes 64. So a warp needs 64 inputs of each row at a time and keeps the sums of all half
+// tiles of a pass. At the end of a pass the 8 warps' sums are added in order, then those of the cluster's blocks: an order
+// fixed by n, k and the card. A row's bits are the same alone and among others.
+//
+// Stream. A warp of its own keeps a ring of RING slots full, up to SLOT_TILES half tiles of a chunk in each. Weights depend on
+// nothing, so the ring runs on into the next product while the block waits for its inputs. At most AHEAD slots are on their
+// way: more don't speed up the stream, but activations queue behind.
+//
+// Defines: those of weight.cuh; BLOCKS; RING, AHEAD.
+
+#define CHUNK (WARPS * 64)
+#define CHUNK_BYTES (CHUNK / SPAN * SPAN_BYTES)
+#define SLOT_TILES ((CODES == 1 ? 2 : 5) / BLOCKS + ((CODES == 1 ? 2 : 5) % BLOCKS != 0))
+#define SLOT_BYTES (SLOT_TILES * CHUNK_BYTES)
+#define MOST_ROUND (BLOCKS < 5 ? 5 / BLOCKS : 1)  // half tiles that are summed up at a time
+#define X_BYTES (BLOCKS * 8 * 128)                // a warp's 64 inputs of every row
+#define X_AHEAD 3                                 // chunks whose activations a warp holds
+#define MOST_OWN 3                                // half tiles that a block stores of a run whose k is split
+
+// Shared memory, in this order.
+#define X_AT (RING * SLOT_BYTES)
+#define SUMS_AT (X_AT + WARPS * X_AHEAD * X_BYTES)
+#define CROSS_AT (SUMS_AT + WARPS * MOST_ROUND * BLOCKS * 512)
+#define BARS_AT (CROSS_AT + 2 * MOST_OWN * BLOCKS * 512)
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// As even as they can be, at most `most` each.
+__host__ __device__ constexpr int even(int count, int most) { return ceil_div(count, ceil_div(count, most)); }
+
+// One product: the words of its stage, and this block's share.
+struct Product {
+    const u8* x;
+    u32 x_stride, rows, k, adds, tiles, split;  // tiles: half tiles of a pass, at most
+    const u8* w[4];
+    float* out[4];
+    u32 n[4], first[4];  // outputs; half tiles of the parts before
+    u32 tile0, run, chunk0, chunk1;
+
+    __device__ __forceinline__ explicit Product(const u64* word) {
+        x = (const u8*)word[0];
+        x_stride = word[1], rows = word[2], k = word[3], adds = word[4], tiles = word[5], split = word[6];
+        u32 all = 0;
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+            w[p] = (const u8*)word[7 + 3 * p], out[p] = (float*)word[8 + 3 * p], n[p] = word[9 + 3 * p];
+            first[p] = all, all += (n[p] + 15) / 16;
+        }
+        const u32 rank = split > 1 ? blockIdx.x % 2 : 0, dealt = split > 1 ? blockIdx.x / 2 : blockIdx.x;
+        const u32 over = split > 1 ? gridDim.x / 2 : gridDim.x, chunks = (k + CHUNK - 1) / CHUNK;
+        tile0 = dealt * all / over, run = (dealt + 1) * all / over - tile0;
+        chunk0 = rank * chunks / split, chunk1 = (rank + 1) * chunks / split;
+    }
+};
+
+// The ring and where a thread is in it.
+struct Ring {
+    u32 base, full, empty, slot, parity;
+    __device__ __forceinline__ void next() {
+        if (++slot == RING) slot = 0, parity ^= 1;
+    }
+};
+
+// Keeps the ring full, for one product. By a whole warp, a half tile a lane.
+struct Filler {
+    Ring ring;
+    u32 issued, back, back_parity;
+    u64 policy;
+
+    __device__ __forceinline__ void fill(const Product& p, u32 lane) {
+        const u32 most = even(p.tiles, SLOT_TILES);
+        for (u32 first = 0; first < p.run; first += p.tiles)
+            for (u32 c = p.chunk0; c < p.chunk1; c++)
+                for (u32 s = 0; s < p.tiles && first + s < p.run; s += most) {
+                    if (issued < AHEAD) issued++;
+                    else {
+                        phase_wait(ring.full + 8 * back, back_parity);
+                        if (++back == RING) back = 0, back_parity ^= 1;
+                    }
+                    phase_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1);
+                    const u32 count = min(min(most, p.tiles - s), p.run - first - s), bar = ring.full + 8 * ring.slot;
+                    const u32 bytes = min((u32)CHUNK, p.k - c * CHUNK) / SPAN * SPAN_BYTES, tile = p.tile0 + first + s + lane;
+                    if (lane == 0) phase_arrive_expecting(bar, count * bytes);
+                    __syncwarp();
+                    if (lane < count) {
+                        const u8* from = p.w[0];
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            if (tile >= p.first[i]) from = p.w[i] + (u64)(tile - p.first[i]) * (p.k / SPAN * SPAN_BYTES);
+                        bulk_copy_once(ring.base + ring.slot * SLOT_BYTES + lane * CHUNK_BYTES, from + (u64)c * CHUNK_BYTES, bytes, bar, policy);
+                    }
+                    __syncwarp();
+                    ring.next();
+                }
+    }
+};
+
+// Two outputs of a lane: rows r and r + 1.
+struct Target {
+    float* at;  // null if there is nothing to store
+    u32 next;   // to the second one; 0 if there is none
+    float2 old;
+};
+__device__ __forceinline__ void store(const Target& to, float2 v) {
+    if (to.at) to.at[0] = fmaf(v.x, UNSCALE, to.old.x);
+    if (to.at && to.next) to.at[to.next] = fmaf(v.y, UNSCALE, to.old.y);
+}
+
+// sum += scale (codes x) + bias total, for COUNT half tiles and 64 inputs. Several half tiles side by side, for the matrix
+// instructions of one depend on each other.
+template <int COUNT>
+__device__ __forceinline__ void multiply(float (*sum)[BLOCKS][4], const Unit* w, const u32 (&b)[BLOCKS][4][2],
+                                         const float (&total)[BLOCKS][SUBS][4]) {
+#pragma unroll
+    for (int u = 0; u < SUBS; u++) {
+        float raw[COUNT][BLOCKS][4] = {};
+#pragma unroll
+        for (int j = u * 4 / SUBS; j < (u + 1) * 4 / SUBS; j++)
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) {
+                u32 a[4];
+                codes_of_step(a, w[i], j);
+#pragma unroll
+                for (int r = 0; r < BLOCKS; r++) mma(raw[i][r], a, b[r][j][0], b[r][j][1]);
+            }
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            float scale[2], bias[2];
+            scales(w[i], u, scale, bias);
+#pragma unroll
+            for (int r = 0; r < BLOCKS; r++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    sum[i][r][e] = fmaf(scale[e / 2], raw[i][r][e], fmaf(bias[e / 2], total[r][u][e % 2], sum[i][r][e]));
+        }
+    }
+}
+
+// What a block's compute warps keep from stage to stage.
+struct Block {
+    u8* shared;
+    Ring ring;
+    u32 warp, lane, cross, cross_parity, dirty;  // dirty: rows of the activation buffers that are not zeros
+};
+
+template <int TILES, int SPLIT>
+__device__ __forceinline__ void product(const Product& p, Block& block) {
+    constexpr int STAGE = even(TILES, SLOT_TILES), ROUND = even(TILES, MOST_ROUND), ROUNDS = ceil_div(TILES, ROUND);
+    constexpr int OWN = ceil_div(TILES, SPLIT);  // half tiles of a pass that a block of a cluster stores
+    const u32 warp = block.warp, lane = block.lane, rank = SPLIT > 1 ? blockIdx.x % 2 : 0, g = lane / 4, t = lane % 4;
+    const u32 shared_at = shared_address(block.shared), my_x = shared_at + X_AT + warp * X_AHEAD * X_BYTES;
+    // Rows that are not there are zeros.
+    for (u32 row = p.rows; row < block.dirty; row++)
+#pragma unroll
+        for (int b = 0; b < X_AHEAD; b++) asm volatile("st.shared.u32 [%0], %1;" ::"r"(my_x + b * X_BYTES + row * 128 + lane * 4), "r"(0) : "memory");
+    block.dirty = p.rows;
+    __syncwarp();
+
+    // Copies this warp's inputs of the next chunk: 128 bytes of a row, whose pieces of 16 are permuted so that no two rows of eight meet
+    // in a bank.
+    const u32 steps = (p.run + TILES - 1) / TILES * (p.chunk1 - p.chunk0);
+    u32 ahead = p.chunk0, fetched = 0;
+    auto fetch_x = [&](u32 buffer) {
+        const u32 k0 = ahead * CHUNK + warp * 64;
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; i++) {
+            const u32 row = i * 4 + lane / 8, piece = lane % 8, to = my_x + buffer * X_BYTES + row * 128 + (piece ^ row % 8) * 16;
+            if (fetched < steps && row < p.rows && k0 < p.k)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(p.x + (u64)row * p.x_stride + k0 * 2 + piece * 16)
+                             : "memory");
+        }
+        copies_commit();
+        fetched++;
+        if (++ahead == p.chunk1) ahead = p.chunk0;
+    };
+#pragma unroll
+    for (int i = 0; i < X_AHEAD; i++) fetch_x(i);
+
+    Ring ring = block.ring;
+    u32 buffer = 0;
+    for (u32 first = 0; first < p.run; first += TILES) {
+        const u32 count = min((u32)TILES, p.run - first);
+        float sum[TILES][BLOCKS][4] = {};
+        for (u32 c = p.chunk0; c < p.chunk1; c++) {
+            // B of this warp's 64 inputs, and the sums of its parts that share a scale.
+            u32 b[BLOCKS][4][2];
+            float total[BLOCKS][SUBS][4] = {};
+            copies_wait<X_AHEAD - 1>();
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < BLOCKS; r++) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 row = lane % 8, at = my_x + buffer * X_BYTES + (r * 8 + row) * 128 + (h * 4 + lane / 8 ^ row) * 16;
+                    load_matrices(b[r][2 * h], b[r][2 * h + 1], at);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    b[r][j][0] = mul_bf16x2(b[r][j][0], X_LOW), b[r][j][1] = mul_bf16x2(b[r][j][1], X_HIGH);
+                    u32 a[4];
+                    ones(a);
+                    mma(total[r][j * SUBS / 4], a, b[r][j][0], b[r][j][1]);
+                }
+            }
+            __syncwarp();
+            fetch_x(buffer);
+            if (++buffer == X_AHEAD) buffer = 0;
+            const bool here = c * CHUNK + warp * 64 < p.k;  // false for some warps in a last chunk that is short
+#pragma unroll
+            for (int s = 0; s < TILES; s += STAGE) {
+                if (s >= count) break;
+                constexpr int last = TILES % STAGE ? TILES % STAGE : STAGE;
+                const u8* stage = block.shared + ring.slot * SLOT_BYTES;
+                phase_wait(ring.full + 8 * ring.slot, ring.parity);
+                // Half tiles that are not there get sums that nobody reads.
+                Unit w[STAGE];
+#pragma unroll
+                for (int i = 0; i < (s + STAGE < TILES ? STAGE : last); i++)
+                    if (here) load_unit(w[i], stage + i * CHUNK_BYTES, warp, lane);
+                __syncwarp();
+                if (lane == 0) phase_arrive(ring.empty + 8 * ring.slot);
+                ring.next();
+                if (here && s + STAGE < TILES) multiply<STAGE>(sum + s, w, b, total);
+                else if (here) multiply<last>(sum + s, w, b, total);
+            }
+        }
+
+        // Adds the warps' sums. Item (i, r, h): half tile i of a round, 8 rows, outputs 8 h ..; a lane has two rows of it.
+        constexpr int ROUND_ITEMS = ROUND * BLOCKS * 2, ALL_ITEMS = SPLIT > 1 ? OWN * BLOCKS * 2 : ROUND_ITEMS;
+        constexpr int ITEMS = ceil_div(ALL_ITEMS, WARPS);  // of a warp
+        float2* sums = (float2*)(block.shared + SUMS_AT);
+        // Where an item of half tile i of the pass goes, and what is there if it is to be added to.
+        auto target = [&](u32 i, u32 item) {
+            const u32 row = item / 2 * 8 + 2 * t, tile = p.tile0 + first + i;
+            u32 o = 0, n = 0;
+            bool old = false;
+            float* out = nullptr;
+#pragma unroll
+            for (int q = 0; q < 4; q++)
+                if (tile >= p.first[q])
+                    o = (tile - p.first[q]) * 16 + item % 2 * 8 + g, n = p.n[q], out = p.out[q], old = p.adds >> q & 1;
+            Target to = {i < count && o < n && row < p.rows ? out + (u64)row * n + o : nullptr, row + 1 < p.rows ? n : 0, make_float2(0.f, 0.f)};
+            if (old && to.at) to.old.x = to.at[0];
+            if (old && to.at && to.next) to.old.y = to.at[to.next];
+            return to;
+        };
+        Target targets[ITEMS];
+        if (SPLIT > 1)  // a single pass
+#pragma unroll
+            for (int m = 0; m < ITEMS; m++) {
+                const u32 at = warp + m * WARPS;
+                targets[m] = target(at < ALL_ITEMS ? at / (BLOCKS * 2) * SPLIT + rank : count, at % (BLOCKS * 2));
+            }
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++) {
+            if (round * ROUND >= count) break;
+            if (SPLIT == 1)
+#pragma unroll
+                for (int m = 0; m < ITEMS; m++) {
+                    const u32 at = warp + m * WARPS;
+                    targets[m] = target(at < ROUND_ITEMS ? round * ROUND + at / (BLOCKS * 2) : count, at % (BLOCKS * 2));
+                }
+            if (round || first) barrier(1, 32 * WARPS);  // the sums before were read
+#pragma unroll
+            for (int i = 0; i < ROUND && round * ROUND + i < TILES; i++)
+#pragma unroll
+                for (int r = 0; r < BLOCKS; r++) {
+                    const float(&v)[4] = sum[round * ROUND + i][r];
+                    float2* to = sums + ((warp * ROUND + i) * BLOCKS + r) * 64 + lane;
+                    to[0] = make_float2(v[0], v[1]), to[32] = make_float2(v[2], v[3]);
+                }
+            barrier(1, 32 * WARPS);
+#pragma unroll
+            for (int m = 0; m < ceil_div(ROUND_ITEMS, WARPS); m++) {
+                const u32 at = warp + m * WARPS, i = round * ROUND + at / (BLOCKS * 2);
+                if (at >= ROUND_ITEMS || i >= count) break;
+                float2 v = sums[at * 32 + lane];
+#pragma unroll
+                for (int w = 1; w < WARPS; w++) {
+                    const float2 other = sums[(w * ROUND_ITEMS + at) * 32 + lane];
+                    v.x += other.x, v.y += other.y;
+                }
+                if constexpr (SPLIT == 1) store(targets[m], v);
+                else {
+                    const u32 to = CROSS_AT + (((rank * OWN + i / SPLIT) * BLOCKS * 2 + at % (BLOCKS * 2)) * 32 + lane) * 8;
+                    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(in_block(shared_at + to, i % SPLIT)), "f"(v.x), "f"(v.y)
+                                 : "memory");
+                }
+            }
+        }
+        if constexpr (SPLIT > 1) {
+            __syncwarp();
+            if (lane == 0)
+                asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(block.cross, rank ^ 1)) : "memory");
+            barrier(1, 32 * WARPS);
+            phase_wait_cluster(block.cross, block.cross_parity);
+            block.cross_parity ^= 1;
+#pragma unroll
+            for (int m = 0; m < ITEMS; m++) {
+                const u32 at = warp + m * WARPS;
+                if (at >= ALL_ITEMS) break;
+                const float2* from = (const float2*)(block.shared + CROSS_AT) + at * 32 + lane;
+                float2 v = from[0];
+#pragma unroll
+                for (int b = 1; b < SPLIT; b++) v.x += from[b * ALL_ITEMS * 32].x, v.y += from[b * ALL_ITEMS * 32].y;
+                store(targets[m], v);
+            }
+        }
+    }
+    copies_wait<0>();
+    block.ring = ring;
+}
+
+// The product, by the code for its number of half tiles: the defines T_2 and so on say which occur. More tiles than a
+// block needs cost registers and time for nothing.
+__device__ __forceinline__ void product(const Product& p, Block& block) {
+#define CASE(TILES, SPLIT)                          \
+    if (p.tiles == TILES && p.split == SPLIT) return product<TILES, SPLIT>(p, block);
+#ifdef T_3_2
+    CASE(3, 2)
+#endif
+#ifdef T_5_2
+    CASE(5, 2)
+#endif
+#ifdef T_2
+    CASE(2, 1)
+#endif
+#ifdef T_3
+    CASE(3, 1)
+#endif
+#ifdef T_4
+    CASE(4, 1)
+#endif
+#ifdef T_5
+    CASE(5, 1)
+#endif
+#ifdef T_7
+    CASE(7, 1)
+#endif
+#ifdef T_8
+    CASE(8, 1)
+#endif
+#ifdef T_9
+    CASE(9, 1)
+#endif
+#ifdef T_10
+    CASE(10, 1)
+#endif
+#ifdef T_12
+    CASE(12, 1)
+#endif
+#ifdef T_15
+    CASE(15, 1)
+#endif
+#ifdef T_17
+    CASE(17, 1)
+#endif
+#ifdef T_18
+    CASE(18, 1)
+#endif
+}
