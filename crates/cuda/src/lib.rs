@@ -239,7 +239,7 @@ impl Cuda {
     /// stages has to call this first.
     fn end_chain(&mut self) -> Result<(), String> {
         let Some(mut chain) = self.chain.take() else { return Ok(()) };
-        let program = std::ptr::from_mut(&mut chain.program).cast();
+        let program = std::ptr::from_mut(chain.program.as_mut()).cast();
         self.put(&chain.launch, &mut [program])
     }
 
