@@ -1,8 +1,8 @@
 // chain: stages one after the other, each over the whole card, in one launch
-// launch   one block an SM in clusters of 2: WARPS warps compute, one copies weights
+// launch   one block an SM in clusters of 2: WARPS warps compute, COPIERS copy weights
 // source   the stages' own folders; mod.rs says what may follow what
 //
-// Between two stages all blocks meet. The copying warp does not: it runs ahead through the weights of all products, so that memory is
+// Between two stages all blocks meet. The copying warps do not: they run ahead through the weights of all products, so that memory is
 // read while sums are added up, blocks meet and activations arrive.
 //
 // Defines: those of the stages that occur.
@@ -40,7 +40,7 @@ struct Meeting {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) chain(const __grid_constant__ Program program) {
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(const __grid_constant__ Program program) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 warp = __shfl_sync(WARP_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, count = program.count;
 #ifdef BLOCKS
@@ -55,10 +55,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1) chain(const __
     // Blocks of a cluster write into each other's memory: both must be there, and stay.
     cluster_arrive();
     launch_next();
-    if (warp == WARPS) {
-        Filler filler = {ring, 0, 0, 0, read_once()};
+    if (warp >= WARPS) {
+        Copier copier = {ring, warp - WARPS, read_once()};
         for (u32 i = 0; i < count; i++)
-            if (program.kind[i] == 0) filler.fill(Product(program.word[i]), lane);
+            if (program.kind[i] == 0) copier.fill(Product(program.word[i]), lane);
         __syncwarp();
         cluster_wait();
     } else {

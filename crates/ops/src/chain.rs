@@ -10,7 +10,7 @@ use crate::kernel::{Arg, Card, Launch, MOST_WORDS, Source};
 const SOURCE: Source = Source {
     name: "chain.cu",
     text: concat!(
-        "#define WARPS 8\n#ifdef BLOCKS\n",
+        "#define WARPS 8\n#define COPIERS 4\n#ifdef BLOCKS\n",
         include_str!("linear/weight.cuh"),
         include_str!("linear/fragments.cuh"),
         include_str!("linear/product.cuh"),
@@ -26,6 +26,8 @@ const SOURCE: Source = Source {
 
 /// Warps that compute.
 pub(crate) const WARPS: usize = 8;
+/// Warps that copy weights; three warps in all on each quarter of a multiprocessor.
+const COPIERS: usize = 4;
 /// The most rows of stages that join.
 pub(crate) const ROWS: usize = 64;
 
@@ -57,7 +59,7 @@ pub(crate) fn stage(
     words: &[Arg],
 ) -> Launch {
     assert!(words.len() <= MOST_WORDS, "{} words of a stage", words.len());
-    let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (WARPS as u32 + 1));
+    let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (WARPS + COPIERS) as u32);
     let launch = Launch::new(SOURCE, "chain", defines, grid, threads, words);
     launch.shared(shared as u32).cluster(2).stage(kind as u32)
 }

@@ -167,8 +167,6 @@ const CHUNK: usize = 64 * chain::WARPS;
 const X_AHEAD: usize = 3;
 /// Shared memory of a block: enough for the stream, and the rest is for the small kernels between.
 const SHARED: usize = 165_000;
-/// Bytes on their way to a block at a time. Enough for the speed of memory; more delay activations.
-const IN_FLIGHT: usize = 60_000;
 /// Half tiles of a pass that `product.cuh` has code for, each with the define that asks for it.
 const PASSES: [(usize, &str); 12] = [
     (2, "T_2"),
@@ -191,7 +189,6 @@ const SPLIT_PASSES: [(usize, &str); 2] = [(3, "T_3_2"), (5, "T_5_2")];
 struct Few {
     blocks: usize,
     ring: usize,
-    ahead: usize,
     shared: usize,
     tiles: usize,
     split: usize,
@@ -216,8 +213,7 @@ impl Few {
         let sums = chain::WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512);
         let rest = sums + 2 * 3 * blocks * 512 + barriers;
         let ring = (SHARED.min(card.shared as usize).checked_sub(rest)? / slot).min(24);
-        let ahead = ((IN_FLIGHT + slot / 2) / slot).clamp(1, ring.max(1));
-        let few = Few { blocks, ring, ahead, shared: rest + ring * slot, tiles, split, pass };
+        let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass };
         (ring >= 2).then_some(few)
     }
 }
@@ -246,8 +242,8 @@ fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(
         let rows = left.min(8 * few.blocks);
         let [a, b, c, d] = weight_defines(Some(group.layout));
         let define = |name, value: usize| (name, value as i64);
-        let size = [define("BLOCKS", few.blocks), define("RING", few.ring)];
-        let defines = [a, b, c, d, size[0], size[1], define("AHEAD", few.ahead), (few.pass, 1)];
+        let (blocks, ring) = (define("BLOCKS", few.blocks), define("RING", few.ring));
+        let defines = [a, b, c, d, blocks, ring, (few.pass, 1)];
         let args = group.args(op, first, rows);
         let mut words = [Arg::Null; 19];
         words[..5].copy_from_slice(&args[..5]);

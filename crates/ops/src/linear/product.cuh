@@ -9,11 +9,11 @@
 // tiles of a pass. At the end of a pass the 8 warps' sums are added in order, then those of the cluster's blocks: an order
 // fixed by n, k and the card. A row's bits are the same alone and among others.
 //
-// Stream. A warp of its own keeps a ring of RING slots full, up to SLOT_TILES half tiles of a chunk in each. Weights depend on
-// nothing, so the ring runs on into the next product while the block waits for its inputs. At most AHEAD slots are on their
-// way: more don't speed up the stream, but activations queue behind.
+// Stream. COPIERS warps keep a ring of RING slots full, in turns, up to SLOT_TILES half tiles of a chunk in each: one warp takes
+// too long to start the copies. Weights depend on nothing, so the ring runs on into the next product while the block waits
+// for its inputs.
 //
-// Defines: those of weight.cuh; BLOCKS; RING, AHEAD.
+// Defines: those of weight.cuh; BLOCKS; RING.
 
 #define CHUNK (WARPS * 64)
 #define CHUNK_BYTES (CHUNK / SPAN * SPAN_BYTES)
@@ -67,22 +67,19 @@ struct Ring {
     }
 };
 
-// Keeps the ring full, for one product. By a whole warp, a half tile a lane.
-struct Filler {
+// Fills every COPIERS-th slot of the stream. By a whole warp, a half tile a lane.
+struct Copier {
     Ring ring;
-    u32 issued, back, back_parity;
+    u32 turn;  // slots until this warp's next
     u64 policy;
 
     __device__ __forceinline__ void fill(const Product& p, u32 lane) {
         const u32 most = even(p.tiles, SLOT_TILES);
         for (u32 first = 0; first < p.run; first += p.tiles)
             for (u32 c = p.chunk0; c < p.chunk1; c++)
-                for (u32 s = 0; s < p.tiles && first + s < p.run; s += most) {
-                    if (issued < AHEAD) issued++;
-                    else {
-                        phase_wait(ring.full + 8 * back, back_parity);
-                        if (++back == RING) back = 0, back_parity ^= 1;
-                    }
+                for (u32 s = 0; s < p.tiles && first + s < p.run; s += most, ring.next()) {
+                    if (turn--) continue;
+                    turn = COPIERS - 1;
                     phase_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1);
                     const u32 count = min(min(most, p.tiles - s), p.run - first - s), bar = ring.full + 8 * ring.slot;
                     const u32 bytes = min((u32)CHUNK, p.k - c * CHUNK) / SPAN * SPAN_BYTES, tile = p.tile0 + first + s + lane;
@@ -96,7 +93,6 @@ struct Filler {
                         bulk_copy_once(ring.base + ring.slot * SLOT_BYTES + lane * CHUNK_BYTES, from + (u64)c * CHUNK_BYTES, bytes, bar, policy);
                     }
                     __syncwarp();
-                    ring.next();
                 }
     }
 };
