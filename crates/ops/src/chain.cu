@@ -75,11 +75,16 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
         cluster_wait();
 #endif
         for (u32 i = 0; i < count; i++) {
-            if (i) meeting.meet();
             const u64* word = program.word[i];
-            switch (program.kind[i]) {
+            const u32 kind = program.kind[i];
 #ifdef BLOCKS
-            case 0: product(Product(word), block); break;
+            Product next;
+            if (kind == 0) next = Product(word);
+#endif
+            if (i) meeting.meet();
+            switch (kind) {
+#ifdef BLOCKS
+            case 0: product(next, block); break;
 #endif
 #ifdef NORM_WIDTH
             case 1: rms_norm_stage(word); break;

@@ -166,7 +166,7 @@ const CHUNK: usize = 64 * chain::WARPS;
 /// Chunks whose activations a warp holds.
 const X_AHEAD: usize = 3;
 /// Shared memory of a block: enough for the stream, and the rest is for the small kernels between.
-const SHARED: usize = 165_000;
+const SHARED: usize = 175_000;
 /// Half tiles of a pass that `product.cuh` has code for, each with the define that asks for it.
 const PASSES: [(usize, &str); 12] = [
     (2, "T_2"),
@@ -207,9 +207,9 @@ impl Few {
         let pass = run.div_ceil(run.div_ceil(most));
         let &(tiles, pass) = known.iter().find(|(tiles, _)| (pass..=most).contains(tiles))?;
         // As in product.cuh, and a slot holds a stage of weights.
-        let slot_tiles = if layout.codes == Codes::U8 { 2usize } else { 5 }.div_ceil(blocks);
+        let slot_tiles = if layout.codes == Codes::U8 || blocks > 1 { 2 } else { 3 };
         let slot = slot_tiles * CHUNK / layout.span() * layout.span_bytes() / 2;
-        let (round, barriers) = ((5 / blocks).max(1), 512);
+        let (round, barriers) = (8 / blocks, 512);
         let sums = chain::WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512);
         let rest = sums + 2 * 3 * blocks * 512 + barriers;
         let ring = (SHARED.min(card.shared as usize).checked_sub(rest)? / slot).min(24);

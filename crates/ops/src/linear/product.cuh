@@ -17,12 +17,12 @@
 
 #define CHUNK (WARPS * 64)
 #define CHUNK_BYTES (CHUNK / SPAN * SPAN_BYTES)
-#define SLOT_TILES ((CODES == 1 ? 2 : 5) / BLOCKS + ((CODES == 1 ? 2 : 5) % BLOCKS != 0))
+#define SLOT_TILES (CODES == 1 || BLOCKS > 1 ? 2 : 3)
 #define SLOT_BYTES (SLOT_TILES * CHUNK_BYTES)
-#define MOST_ROUND (BLOCKS < 5 ? 5 / BLOCKS : 1)  // half tiles that are summed up at a time
-#define X_BYTES (BLOCKS * 8 * 128)                // a warp's 64 inputs of every row
-#define X_AHEAD 3                                 // chunks whose activations a warp holds
-#define MOST_OWN 3                                // half tiles that a block stores of a run whose k is split
+#define MOST_ROUND (8 / BLOCKS)    // half tiles that are summed up at a time
+#define X_BYTES (BLOCKS * 8 * 128)  // a warp's 64 inputs of every row
+#define X_AHEAD 3                   // chunks whose activations a warp holds
+#define MOST_OWN 3                  // half tiles that a block stores of a run whose k is split
 
 // Shared memory, in this order.
 #define X_AT (RING * SLOT_BYTES)
@@ -31,8 +31,8 @@
 #define BARS_AT (CROSS_AT + 2 * MOST_OWN * BLOCKS * 512)
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-// As even as they can be, at most `most` each.
-__host__ __device__ constexpr int even(int count, int most) { return ceil_div(count, ceil_div(count, most)); }
+// Slots for one chunk of `tiles` half tiles: an even number, for registers are filled in turns.
+__host__ __device__ constexpr int slots_of(int tiles) { return 2 * ceil_div(tiles, 2 * SLOT_TILES); }
 
 // One product: the words of its stage, and this block's share.
 struct Product {
@@ -43,6 +43,7 @@ struct Product {
     u32 n[4], first[4];  // outputs; half tiles of the parts before
     u32 tile0, run, chunk0, chunk1;
 
+    Product() = default;
     __device__ __forceinline__ explicit Product(const u64* word) {
         x = (const u8*)word[0];
         x_stride = word[1], rows = word[2], k = word[3], adds = word[4], tiles = word[5], split = word[6];
@@ -74,14 +75,14 @@ struct Copier {
     u64 policy;
 
     __device__ __forceinline__ void fill(const Product& p, u32 lane) {
-        const u32 most = even(p.tiles, SLOT_TILES);
+        const u32 slots = slots_of(p.tiles), most = ceil_div(p.tiles, slots);
         for (u32 first = 0; first < p.run; first += p.tiles)
             for (u32 c = p.chunk0; c < p.chunk1; c++)
-                for (u32 s = 0; s < p.tiles && first + s < p.run; s += most, ring.next()) {
+                for (u32 i = 0, s = 0; i < slots; i++, s += most, ring.next()) {
                     if (turn--) continue;
                     turn = COPIERS - 1;
                     phase_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1);
-                    const u32 count = min(min(most, p.tiles - s), p.run - first - s), bar = ring.full + 8 * ring.slot;
+                    const u32 end = min(p.tiles, p.run - first), count = s < end ? min(most, end - s) : 0, bar = ring.full + 8 * ring.slot;
                     const u32 bytes = min((u32)CHUNK, p.k - c * CHUNK) / SPAN * SPAN_BYTES, tile = p.tile0 + first + s + lane;
                     if (lane == 0) phase_arrive_expecting(bar, count * bytes);
                     __syncwarp();
@@ -147,7 +148,7 @@ struct Block {
 
 template <int TILES, int SPLIT>
 __device__ __forceinline__ void product(const Product& p, Block& block) {
-    constexpr int STAGE = even(TILES, SLOT_TILES), ROUND = even(TILES, MOST_ROUND), ROUNDS = ceil_div(TILES, ROUND);
+    constexpr int SLOTS = slots_of(TILES), STAGE = ceil_div(TILES, SLOTS), ROUND = TILES < MOST_ROUND ? TILES : MOST_ROUND, ROUNDS = ceil_div(TILES, ROUND);
     constexpr int OWN = ceil_div(TILES, SPLIT);  // half tiles of a pass that a block of a cluster stores
     const u32 warp = block.warp, lane = block.lane, rank = SPLIT > 1 ? blockIdx.x % 2 : 0, g = lane / 4, t = lane % 4;
     const u32 shared_at = shared_address(block.shared), my_x = shared_at + X_AT + warp * X_AHEAD * X_BYTES;
@@ -178,52 +179,68 @@ __device__ __forceinline__ void product(const Product& p, Block& block) {
 #pragma unroll
     for (int i = 0; i < X_AHEAD; i++) fetch_x(i);
 
+    // Takes a slot's half tiles s .. of the pass that starts at `first` into registers, one slot before they are multiplied.
     Ring ring = block.ring;
-    u32 buffer = 0;
+    Unit w[2][STAGE];
+    auto take = [&](Unit(&to)[STAGE], int s, u32 first, u32 c) {
+        const u8* slot = block.shared + ring.slot * SLOT_BYTES;
+        phase_wait(ring.full + 8 * ring.slot, ring.parity);
+        // Half tiles that are not there get sums that nobody reads.
+        if (first + s < p.run && c * CHUNK + warp * 64 < p.k)
+#pragma unroll
+            for (int i = 0; i < STAGE; i++)
+                if (s + i < TILES) load_unit(to[i], slot + i * CHUNK_BYTES, warp, lane);
+        __syncwarp();
+        if (lane == 0) phase_arrive(ring.empty + 8 * ring.slot);
+        ring.next();
+    };
+    // B of this warp's 64 inputs of a chunk, and the sums of its parts that share a scale.
+    u32 b[BLOCKS][4][2], buffer = 0;
+    float total[BLOCKS][SUBS][4];
+    auto take_x = [&]() {
+        copies_wait<X_AHEAD - 1>();
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < BLOCKS; r++) {
+#pragma unroll
+            for (int u = 0; u < SUBS; u++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) total[r][u][e] = 0.f;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u32 row = lane % 8, at = my_x + buffer * X_BYTES + (r * 8 + row) * 128 + (h * 4 + lane / 8 ^ row) * 16;
+                load_matrices(b[r][2 * h], b[r][2 * h + 1], at);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                b[r][j][0] = mul_bf16x2(b[r][j][0], X_LOW), b[r][j][1] = mul_bf16x2(b[r][j][1], X_HIGH);
+                u32 a[4];
+                ones(a);
+                mma(total[r][j * SUBS / 4], a, b[r][j][0], b[r][j][1]);
+            }
+        }
+        __syncwarp();
+        fetch_x(buffer);
+        if (++buffer == X_AHEAD) buffer = 0;
+    };
+
+    if (p.run) take(w[0], 0, 0, p.chunk0);
     for (u32 first = 0; first < p.run; first += TILES) {
         const u32 count = min((u32)TILES, p.run - first);
         float sum[TILES][BLOCKS][4] = {};
         for (u32 c = p.chunk0; c < p.chunk1; c++) {
-            // B of this warp's 64 inputs, and the sums of its parts that share a scale.
-            u32 b[BLOCKS][4][2];
-            float total[BLOCKS][SUBS][4] = {};
-            copies_wait<X_AHEAD - 1>();
-            __syncwarp();
-#pragma unroll
-            for (int r = 0; r < BLOCKS; r++) {
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const u32 row = lane % 8, at = my_x + buffer * X_BYTES + (r * 8 + row) * 128 + (h * 4 + lane / 8 ^ row) * 16;
-                    load_matrices(b[r][2 * h], b[r][2 * h + 1], at);
-                }
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    b[r][j][0] = mul_bf16x2(b[r][j][0], X_LOW), b[r][j][1] = mul_bf16x2(b[r][j][1], X_HIGH);
-                    u32 a[4];
-                    ones(a);
-                    mma(total[r][j * SUBS / 4], a, b[r][j][0], b[r][j][1]);
-                }
-            }
-            __syncwarp();
-            fetch_x(buffer);
-            if (++buffer == X_AHEAD) buffer = 0;
             const bool here = c * CHUNK + warp * 64 < p.k;  // false for some warps in a last chunk that is short
+            take_x();
 #pragma unroll
-            for (int s = 0; s < TILES; s += STAGE) {
-                if (s >= count) break;
-                constexpr int last = TILES % STAGE ? TILES % STAGE : STAGE;
-                const u8* stage = block.shared + ring.slot * SLOT_BYTES;
-                phase_wait(ring.full + 8 * ring.slot, ring.parity);
-                // Half tiles that are not there get sums that nobody reads.
-                Unit w[STAGE];
-#pragma unroll
-                for (int i = 0; i < (s + STAGE < TILES ? STAGE : last); i++)
-                    if (here) load_unit(w[i], stage + i * CHUNK_BYTES, warp, lane);
-                __syncwarp();
-                if (lane == 0) phase_arrive(ring.empty + 8 * ring.slot);
-                ring.next();
-                if (here && s + STAGE < TILES) multiply<STAGE>(sum + s, w, b, total);
-                else if (here) multiply<last>(sum + s, w, b, total);
+            for (int i = 0; i < SLOTS; i++) {
+                const int left = TILES - i * STAGE;
+                if (i + 1 < SLOTS) take(w[(i + 1) % 2], (i + 1) * STAGE, first, c);
+                else if (c + 1 < p.chunk1) take(w[0], 0, first, c + 1);
+                else if (first + TILES < p.run) take(w[0], 0, first + TILES, p.chunk0);
+                if (left <= 0 || !here || i * STAGE >= count) continue;
+                if (left >= STAGE) multiply<STAGE>(sum + i * STAGE, w[i % 2], b, total);
+                else if (left == 2) multiply<2>(sum + i * STAGE, w[i % 2], b, total);
+                else multiply<1>(sum + i * STAGE, w[i % 2], b, total);
             }
         }
 
