@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
     launch_next();
     if (warp >= WARPS) {
         Copier copier = {ring, warp - WARPS, read_once()};
-        for (u32 i = 0; i < count; i++)
+        for (u32 i = 0; i < count && warp < WARPS + TURNS; i++)
             if (program.kind[i] == 0) copier.fill(Product(program.word[i]), lane);
         __syncwarp();
         cluster_wait();

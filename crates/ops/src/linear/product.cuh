@@ -68,7 +68,11 @@ struct Ring {
     }
 };
 
-// Fills every COPIERS-th slot of the stream. By a whole warp, a half tile a lane.
+// Warps that fill slots, in turns. No more than slots: one warp must not come to a slot's next turn but one before another has
+// seen the turn between.
+#define TURNS (RING < COPIERS ? RING : COPIERS)
+
+// Fills every TURNS-th slot of the stream. By a whole warp, a half tile a lane.
 struct Copier {
     Ring ring;
     u32 turn;  // slots until this warp's next
@@ -80,7 +84,7 @@ struct Copier {
             for (u32 c = p.chunk0; c < p.chunk1; c++)
                 for (u32 i = 0, s = 0; i < slots; i++, s += most, ring.next()) {
                     if (turn--) continue;
-                    turn = COPIERS - 1;
+                    turn = TURNS - 1;
                     phase_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1);
                     const u32 end = min(p.tiles, p.run - first), count = s < end ? min(most, end - s) : 0, bar = ring.full + 8 * ring.slot;
                     const u32 bytes = min((u32)CHUNK, p.k - c * CHUNK) / SPAN * SPAN_BYTES, tile = p.tile0 + first + s + lane;
