@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use ops::{
     Act, AttnPrepare, Buf, Commit, CopyRows, Device, Embed, GatedDelta, GatedNorm, GdnGeometry,
-    GdnPrepare, HeadGate, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
+    GdnMix, GdnPrepare, HeadGate, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
 };
 
 use crate::scratch::Scratch;
@@ -226,7 +226,7 @@ fn gated_delta_net(
     let (rows, b) = (lanes.rows, &s.gdn);
     let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
     linear(dev, s.xn, rows, &[(w.qkv, b.qkv), (w.z, b.z), (w.b, b.b), (w.a, b.a)]);
-    dev.run(&GdnPrepare {
+    let prepare = GdnPrepare {
         qkv: b.qkv,
         a: b.a,
         b: b.b,
@@ -243,8 +243,8 @@ fn gated_delta_net(
         geometry,
         block: cell.block,
         commit,
-    });
-    dev.run(&GatedDelta {
+    };
+    let delta = GatedDelta {
         q: b.q,
         k: b.k,
         v: b.v,
@@ -257,9 +257,9 @@ fn gated_delta_net(
         geometry,
         block: cell.block,
         commit,
-    });
+    };
     let dim = geometry.value_dim;
-    dev.run(&GatedNorm {
+    let norm = GatedNorm {
         x: b.mixed,
         gate: b.z,
         weight: w.norm,
@@ -267,7 +267,15 @@ fn gated_delta_net(
         rows,
         dim,
         eps: m.eps,
-    });
+    };
+    match commit {
+        Commit::Deferred => dev.run(&GdnMix { prepare, delta, norm }),
+        Commit::Immediate => {
+            dev.run(&prepare);
+            dev.run(&delta);
+            dev.run(&norm);
+        }
+    }
     add_linear(dev, b.gated, rows, w.out, s.x);
 }
 

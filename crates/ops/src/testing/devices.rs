@@ -88,6 +88,7 @@ pub fn all_cases() -> Vec<(&'static str, &'static [Case])> {
         ("embed", crate::embed::cases::CASES),
         ("gated_delta", crate::gated_delta::cases::CASES),
         ("gated_norm", crate::gated_norm::cases::CASES),
+        ("gdn_mix", crate::gdn_mix::cases::CASES),
         ("gdn_prepare", crate::gdn_prepare::cases::CASES),
         ("head_gate", crate::head_gate::cases::CASES),
         ("linear", crate::linear::cases::CASES),
