@@ -29,6 +29,7 @@ pub mod testing;
 
 pub mod accept;
 pub mod attention;
+pub mod attn_mix;
 pub mod attn_prepare;
 pub mod block_conv;
 pub mod copy_rows;
@@ -45,6 +46,7 @@ pub mod silu_mul;
 pub mod top_k;
 
 pub use attention::Attention;
+pub use attn_mix::AttnMix;
 pub use attn_prepare::{AttnPrepare, Queries, Rope, RopePairing};
 pub use block_conv::{BlockConv, BlockConvOut};
 pub use copy_rows::CopyRows;

@@ -96,15 +96,7 @@ fn build(
             block,
             commit,
         },
-        norm: GatedNorm {
-            x: mixed,
-            gate,
-            weight,
-            out,
-            rows,
-            dim: geometry.value_dim,
-            eps: 1e-6,
-        },
+        norm: GatedNorm { x: mixed, gate, weight, out, rows, dim: geometry.value_dim, eps: 1e-6 },
     }
 }
 

@@ -82,6 +82,7 @@ pub fn all_cases() -> Vec<(&'static str, &'static [Case])> {
     vec![
         ("accept", crate::accept::cases::CASES),
         ("attention", crate::attention::cases::CASES),
+        ("attn_mix", crate::attn_mix::cases::CASES),
         ("attn_prepare", crate::attn_prepare::cases::CASES),
         ("block_conv", crate::block_conv::cases::CASES),
         ("copy_rows", crate::copy_rows::cases::CASES),
