@@ -4,8 +4,9 @@
 //! no embedding and no head of its own; it borrows the target's.
 
 use ops::{
-    Act, ActDtype, Attention, AttnPrepare, BlockConv, BlockConvOut, Buf, Device, DeviceError,
-    Embed, HeadGate, KvPool, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
+    Act, ActDtype, Attention, AttnMix, AttnPrepare, BlockConv, BlockConvOut, Buf, Device,
+    DeviceError, Embed, HeadGate, KvPool, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope,
+    SiluMul, Weight,
 };
 
 use crate::state::kv_pools;
@@ -275,7 +276,7 @@ fn attention(
     let (rows, heads, dim) = (lanes.rows, d.heads, d.head_dim);
     linear(dev, x, rows, &[(layer.q, s.q), (layer.k, s.k), (layer.v, s.v)]);
     let norm = Some(layer.q_norm);
-    dev.run(&AttnPrepare {
+    let prepare = AttnPrepare {
         queries: Some(Queries { q: s.q, stride: dim, norm, heads, out: s.q_rotated }),
         k: s.k,
         v: s.v,
@@ -284,8 +285,8 @@ fn attention(
         kv,
         lanes,
         eps: d.eps,
-    });
-    dev.run(&Attention {
+    };
+    let attention = Attention {
         q: s.q_rotated,
         kv,
         out: s.mixed,
@@ -295,8 +296,9 @@ fn attention(
         scale: (dim as f32).powf(-0.5),
         causal: layer.causal,
         window: layer.window,
-    });
-    dev.run(&HeadGate { x: s.mixed, q_gate: None, out: s.gated, rows, heads, dim });
+    };
+    let gate = HeadGate { x: s.mixed, q_gate: None, out: s.gated, rows, heads, dim };
+    dev.run(&AttnMix { prepare, attention, gate });
 }
 
 /// The input of a half layer: `s.xn`, convolved in DFlash 2, whose taps are also left for [`after`].

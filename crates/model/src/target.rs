@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use ops::{
-    Act, AttnPrepare, Buf, Commit, CopyRows, Device, Embed, GatedDelta, GatedNorm, GdnGeometry,
-    GdnPrepare, HeadGate, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
+    Act, Attention, AttnMix, AttnPrepare, Buf, Commit, CopyRows, Device, Embed, GatedDelta,
+    GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, Lanes, Linear, LinearPart, Queries,
+    RmsNorm, Rope, SiluMul, Weight,
 };
 
 use crate::scratch::Scratch;
@@ -144,7 +145,7 @@ pub fn forward(
     for (i, layer) in m.layers.iter().enumerate() {
         norm(dev, s.x, layer.input_norm, s.xn, rows, m.eps);
         match &layer.mixer {
-            Mixer::Attention(k, w) => attention(dev, m, w, *k, state, s, lanes),
+            Mixer::Attention(k, w) => attention(dev, m, w, *k, state, s, lanes, commit),
             Mixer::GatedDelta(c, w) => {
                 gated_delta_net(dev, m, w, &state.cells[*c], s, lanes, commit)
             }
@@ -178,11 +179,12 @@ fn attention(
     state: &State,
     s: &Scratch,
     lanes: Lanes,
+    commit: Commit,
 ) {
     let (shape, rows, b) = (&m.attention, lanes.rows, &s.attention);
     linear(dev, s.xn, rows, &[(w.q, b.q_gate), (w.k, b.k), (w.v, b.v)]);
     let (stride, heads) = (shape.q_stride(), shape.heads);
-    dev.run(&AttnPrepare {
+    let prepare = AttnPrepare {
         queries: Some(Queries { q: b.q_gate, stride, norm: w.q_norm, heads, out: b.q }),
         k: b.k,
         v: b.v,
@@ -191,8 +193,8 @@ fn attention(
         kv: state.kv[index],
         lanes,
         eps: m.eps,
-    });
-    dev.run(&ops::Attention {
+    };
+    let attention = Attention {
         q: b.q,
         kv: state.kv[index],
         out: b.mixed,
@@ -202,15 +204,23 @@ fn attention(
         scale: (shape.head_dim as f32).powf(-0.5),
         causal: true,
         window: None,
-    });
-    dev.run(&HeadGate {
+    };
+    let gate = HeadGate {
         x: b.mixed,
         q_gate: shape.gated.then_some(b.q_gate),
         out: b.gated,
         rows,
         heads: shape.heads,
         dim: shape.head_dim,
-    });
+    };
+    match commit {
+        Commit::Deferred => dev.run(&AttnMix { prepare, attention, gate }),
+        Commit::Immediate => {
+            dev.run(&prepare);
+            dev.run(&attention);
+            dev.run(&gate);
+        }
+    }
     add_linear(dev, b.gated, rows, w.o, s.x);
 }
 
@@ -226,7 +236,7 @@ fn gated_delta_net(
     let (rows, b) = (lanes.rows, &s.gdn);
     let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
     linear(dev, s.xn, rows, &[(w.qkv, b.qkv), (w.z, b.z), (w.b, b.b), (w.a, b.a)]);
-    dev.run(&GdnPrepare {
+    let prepare = GdnPrepare {
         qkv: b.qkv,
         a: b.a,
         b: b.b,
@@ -243,8 +253,8 @@ fn gated_delta_net(
         geometry,
         block: cell.block,
         commit,
-    });
-    dev.run(&GatedDelta {
+    };
+    let delta = GatedDelta {
         q: b.q,
         k: b.k,
         v: b.v,
@@ -257,17 +267,18 @@ fn gated_delta_net(
         geometry,
         block: cell.block,
         commit,
-    });
+    };
     let dim = geometry.value_dim;
-    dev.run(&GatedNorm {
-        x: b.mixed,
-        gate: b.z,
-        weight: w.norm,
-        out: b.gated,
-        rows,
-        dim,
-        eps: m.eps,
-    });
+    let norm =
+        GatedNorm { x: b.mixed, gate: b.z, weight: w.norm, out: b.gated, rows, dim, eps: m.eps };
+    match commit {
+        Commit::Deferred => dev.run(&GdnMix { prepare, delta, norm }),
+        Commit::Immediate => {
+            dev.run(&prepare);
+            dev.run(&delta);
+            dev.run(&norm);
+        }
+    }
     add_linear(dev, b.gated, rows, w.out, s.x);
 }
 

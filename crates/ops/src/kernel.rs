@@ -6,8 +6,15 @@
 //! ([`LaneStep`](crate::LaneStep)), so a recorded plan can be replayed.
 //!
 //! Every kernel runs under programmatic dependent launch and obeys one rule: before `wait()` (see
-//! `prelude.cuh`) it touches nothing but weights and its own shared memory. So launches are ordered
-//! as if each waited for the one before it, and copies of weights overlap its end.
+//! `prelude.cuh`) it touches nothing but weights, its own shared memory, and lane memory. So launches are
+//! ordered as if each waited for the one before it, and copies of weights overlap its end.
+//!
+//! **Lane memory** is what a pass finds from before: its steps, page tables, keys and values of earlier
+//! positions, a cell's state, history and pending rows. A pass begins with [`Embed`](crate::Embed), which lets the next
+//! launch go only after its own `wait()`; so whatever ran before the pass is complete when any other
+//! launch of the pass begins. A kernel may therefore read lane memory early, past the first-level cache,
+//! and write it if nothing else in the pass does either. Two such ops on the same cell need an `Embed`, a copy or
+//! a read between them.
 
 use crate::Buf;
 

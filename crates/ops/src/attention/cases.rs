@@ -22,23 +22,23 @@ crate::testing::cases!(
 );
 
 #[derive(Clone, Copy, Debug)]
-struct Lane {
-    slot: u32,
-    pos: u32,
-    rows: u32,
+pub(crate) struct Lane {
+    pub(crate) slot: u32,
+    pub(crate) pos: u32,
+    pub(crate) rows: u32,
 }
 
-fn lane(slot: u32, pos: u32, rows: u32) -> Lane {
+pub(crate) fn lane(slot: u32, pos: u32, rows: u32) -> Lane {
     Lane { slot, pos, rows }
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Shape {
-    heads: usize,
-    kv_heads: usize,
-    dim: usize,
-    causal: bool,
-    window: Option<usize>,
+pub(crate) struct Shape {
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) dim: usize,
+    pub(crate) causal: bool,
+    pub(crate) window: Option<usize>,
 }
 
 const SHAPE: Shape = Shape { heads: 6, kv_heads: 2, dim: 64, causal: true, window: None };
@@ -50,7 +50,7 @@ fn bf16(x: f32) -> u16 {
 /// A pool whose pages are NaN except for what the lanes may see: every slot's positions below
 /// `ends[slot]`, from the first key that any row's window reaches. Contents depend on the slot,
 /// the position and the head alone. The pages of slots are scattered over the pool.
-fn pool(b: &mut Builder, shape: Shape, seen: &[(usize, usize)]) -> KvPool {
+pub(crate) fn pool(b: &mut Builder, shape: Shape, seen: &[(usize, usize)]) -> KvPool {
     let Shape { kv_heads, dim, .. } = shape;
     let max_pages = seen.iter().map(|s| s.1.div_ceil(PAGE_TOKENS)).max().unwrap_or(0) + 1;
     let pages = seen.len() * max_pages + 3;
@@ -85,7 +85,7 @@ fn pool(b: &mut Builder, shape: Shape, seen: &[(usize, usize)]) -> KvPool {
 }
 
 /// First and end position that each slot's lanes may see.
-fn seen(shape: Shape, list: &[Lane]) -> Vec<(usize, usize)> {
+pub(crate) fn seen(shape: Shape, list: &[Lane]) -> Vec<(usize, usize)> {
     let slots = list.iter().map(|l| l.slot + 1).max().unwrap_or(0);
     let range = |slot| {
         let lane = list.iter().find(|l| l.slot == slot && l.rows > 0)?;

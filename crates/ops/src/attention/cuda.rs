@@ -19,16 +19,17 @@ pub(super) fn plan(op: &Attention, card: &Card, plan: &mut Plan) -> Result<(), U
 }
 
 /// How few rows are split along their keys: see `split.cu`.
-struct Split {
+pub(crate) struct Split {
     /// Rows of a lane that one item of work has.
-    rows: usize,
+    pub(crate) rows: usize,
     tiles: usize,
     units: usize,
-    shared: u32,
+    /// Bytes of shared memory.
+    pub(crate) shared: u32,
 }
 
 impl Split {
-    fn new(op: &Attention, card: &Card) -> Result<Split, Unsupported> {
+    pub(crate) fn new(op: &Attention, card: &Card) -> Result<Split, Unsupported> {
         let (group, dim) = (op.heads / op.kv.kv_heads, op.kv.head_dim);
         let shape = |max_tiles: usize| {
             let rows = op.lanes.max_rows.max(1);
@@ -55,25 +56,41 @@ impl Split {
         Ok(Split { rows, tiles, units, shared: shared as u32 })
     }
 
-    fn push(&self, op: &Attention, card: &Card, plan: &mut Plan) {
-        let (kv, lanes, dim) = (op.kv, op.lanes, op.kv.head_dim);
-        let defines = [
+    pub(crate) fn defines(&self, op: &Attention) -> [(&'static str, i64); 9] {
+        [
             ("HEADS", op.heads as i64),
-            ("KV_HEADS", kv.kv_heads as i64),
-            ("DIM", dim as i64),
+            ("KV_HEADS", op.kv.kv_heads as i64),
+            ("DIM", op.kv.head_dim as i64),
             ("CAUSAL", i64::from(op.causal)),
             ("WINDOW", op.window.map_or(0, |w| w.min(u32::MAX as usize) as i64)),
             ("ROWS", self.rows as i64),
             ("TILES", self.tiles as i64),
             ("UNITS", self.units as i64),
             ("SHARED", i64::from(self.shared)),
-        ];
-        // What an item leaves in scratch: sums of values, a maximum and a sum for each row and head.
-        let item = 4 * (dim + 2) * self.rows * op.heads / kv.kv_heads;
+        ]
+    }
+
+    /// How many items scratch holds: sums of values, a maximum and a sum for each row and head.
+    pub(crate) fn capacity(&self, op: &Attention) -> Arg {
+        let item = 4 * (op.kv.head_dim + 2) * self.rows * op.heads / op.kv.kv_heads;
         let capacity = (op.scratch.bytes / item) & !1;
-        let capacity = Arg::U32(capacity.min(u32::MAX as usize - 1) as u32);
+        Arg::U32(capacity.min(u32::MAX as usize - 1) as u32)
+    }
+
+    /// What scores are multiplied by: for powers of two.
+    pub(crate) fn scale(op: &Attention) -> Arg {
+        Arg::F32(op.scale * std::f32::consts::LOG2_E)
+    }
+
+    /// One more warp keeps the ring full where there is a copy engine.
+    pub(crate) fn threads(card: &Card) -> u32 {
+        32 * (WARPS + u32::from(card.arch >= 90))
+    }
+
+    fn push(&self, op: &Attention, card: &Card, plan: &mut Plan) {
+        let (kv, lanes) = (op.kv, op.lanes);
+        let (defines, capacity) = (self.defines(op), self.capacity(op));
         let count = Arg::U32(lanes.count as u32);
-        let scale = Arg::F32(op.scale * std::f32::consts::LOG2_E);
         let args = [
             op.q.into(),
             kv.keys.into(),
@@ -85,12 +102,10 @@ impl Split {
             count,
             Arg::U32(kv.max_pages as u32),
             capacity,
-            scale,
+            Split::scale(op),
         ];
-        // One more warp keeps the ring full where there is a copy engine.
-        let threads = 32 * (WARPS + u32::from(card.arch >= 90));
         let blocks = [card.sms, 1, 1];
-        let launch = Launch::new(SPLIT, "split", &defines, blocks, threads, &args);
+        let launch = Launch::new(SPLIT, "split", &defines, blocks, Split::threads(card), &args);
         plan.push(launch.shared(self.shared));
         let grid = [lanes.rows as u32, op.heads as u32, 1];
         let args = [lanes.step.into(), op.out.into(), op.scratch.into(), count, capacity];

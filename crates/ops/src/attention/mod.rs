@@ -15,7 +15,7 @@
 //! Source: arXiv 2205.14135 (online softmax), 2311.01282 (split along the keys).
 
 mod block;
-mod cuda;
+pub(crate) mod cuda;
 mod host;
 
 use crate::geometry::elements_fit;

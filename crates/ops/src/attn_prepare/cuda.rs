@@ -4,7 +4,10 @@ use super::{AttnPrepare, RopePairing};
 use crate::Unsupported;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
 
-const KERNEL: Source = Source { name: "attn_prepare/kernel.cu", text: include_str!("kernel.cu") };
+const KERNEL: Source = Source {
+    name: "attn_prepare/kernel.cu",
+    text: concat!(include_str!("head.cuh"), include_str!("kernel.cu")),
+};
 const WARPS: usize = 4;
 
 pub(super) fn plan(op: &AttnPrepare, _card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
@@ -19,8 +22,6 @@ pub(super) fn plan(op: &AttnPrepare, _card: &Card, plan: &mut Plan) -> Result<()
         op.v.into(),
         op.k_norm.into(),
         op.rope.inv_freq.into(),
-        number(op.rope.dims / 2),
-        Arg::U32(u32::from(op.rope.pairing == RopePairing::Adjacent)),
         op.lanes.step.into(),
         number(op.lanes.count),
         kv.table.into(),
@@ -32,8 +33,15 @@ pub(super) fn plan(op: &AttnPrepare, _card: &Card, plan: &mut Plan) -> Result<()
         number(kv.kv_heads),
         op.eps.into(),
     ];
-    let defines = [("DIM", kv.head_dim as i64)];
+    let [pairs, adjacent] = rope(op);
+    let defines = [("DIM", kv.head_dim as i64), pairs, adjacent];
     let grid = [op.lanes.rows as u32, (heads + 2 * kv.kv_heads).div_ceil(WARPS) as u32, 1];
     plan.push(Launch::new(KERNEL, "attn_prepare", &defines, grid, 32 * WARPS as u32, &args));
     Ok(())
+}
+
+/// The defines of `head.cuh`.
+pub(crate) fn rope(op: &AttnPrepare) -> [(&'static str, i64); 2] {
+    let adjacent = op.rope.pairing == RopePairing::Adjacent;
+    [("PAIRS", (op.rope.dims / 2) as i64), ("ADJACENT", i64::from(adjacent))]
 }

@@ -11,7 +11,7 @@
 //! Precondition: a lane's pages up to its last row are in its row of the page table, and no page
 //! that is written belongs to two lanes.
 
-mod cuda;
+pub(crate) mod cuda;
 mod host;
 
 use crate::geometry::elements_fit;

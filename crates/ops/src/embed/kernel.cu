@@ -16,9 +16,10 @@ __device__ __forceinline__ float element(const u8* table, u32 k, u32 id, u32 i) 
 
 extern "C" __global__ void __launch_bounds__(256)
 embed(const u32* ids, const u8* table, float* out, u32 n, u32 k) {
-    launch_next();
     const u32 row = blockIdx.x, i = 4 * (blockIdx.y * 256 + threadIdx.x);
+    // In this order: a pass begins here, and what was there before it is complete for all of its launches.
     wait();
+    launch_next();
     if (i >= k) return;
     const u32 id = min(ids[row], n - 1);
     float* to = out + (u64)row * k + i;

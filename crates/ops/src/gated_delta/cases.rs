@@ -15,7 +15,7 @@ crate::testing::cases!(
     a_row_does_not_depend_on_its_neighbours,
 );
 
-const BLOCK: usize = 8;
+pub(crate) const BLOCK: usize = 8;
 
 /// Rows of heads of length `length`.
 fn heads(b: &mut Builder, count: usize, dim: usize, length: f32) -> Vec<f32> {
@@ -35,7 +35,7 @@ fn log_decays(b: &mut Builder, rows: usize, heads: usize) -> Vec<f32> {
 }
 
 /// Pending rows of all slots and halves, all of them plausible.
-fn pending(b: &mut Builder, g: &GdnGeometry, slots: usize) -> Vec<f32> {
+pub(crate) fn pending(b: &mut Builder, g: &GdnGeometry, slots: usize) -> Vec<f32> {
     let mut values = Vec::new();
     for _ in 0..2 * slots {
         values.extend(heads(b, BLOCK * g.key_heads, g.key_dim, 1.0));

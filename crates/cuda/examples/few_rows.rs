@@ -1,0 +1,312 @@
+//! Times of the token mixers in passes of few rows at the 27B shape: each as one op and as its parts,
+//! next to the time that their bytes need. Ops run one after another in a recorded sequence.
+//!
+//! `few_rows [gdn|attention]`: the lines whose name contains one of the words.
+
+#![expect(clippy::disallowed_methods, reason = "an example picks its compiler by the environment")]
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use cuda::{Cuda, Options};
+use ops::{
+    Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Commit, Device, GatedDelta, GatedNorm,
+    GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS,
+    Queries, Rope, RopePairing,
+};
+
+const HEADS: usize = 24;
+const KV_HEADS: usize = 4;
+const DIM: usize = 256;
+const ROPE_DIMS: usize = 64;
+const GDN: GdnGeometry = GdnGeometry {
+    key_heads: 16,
+    value_heads: 48,
+    key_dim: 128,
+    value_dim: 128,
+    head_map: HeadMap::Grouped,
+};
+const BLOCK: usize = 8;
+/// Bytes per second that an H200 was measured to reach.
+const BANDWIDTH: f64 = 4.65e12;
+
+struct Bench {
+    dev: Cuda,
+    words: Vec<String>,
+    key: u64,
+}
+
+impl Bench {
+    fn alloc(&mut self, bytes: usize) -> Buf {
+        self.dev.alloc(bytes, "bench").expect("memory")
+    }
+
+    /// f32 in −1..1 times `scale`.
+    fn floats(&mut self, count: usize, scale: f32) -> Buf {
+        let buf = self.alloc(4 * count);
+        self.dev.upload(buf, 1 << 20, &|offset, part| {
+            for (i, x) in part.chunks_exact_mut(4).enumerate() {
+                x.copy_from_slice(&(scale * noise(offset / 4 + i)).to_le_bytes());
+            }
+        });
+        buf
+    }
+
+    /// bf16 in −1..1.
+    fn halves(&mut self, count: usize) -> Buf {
+        let buf = self.alloc(2 * count);
+        self.dev.upload(buf, 1 << 20, &|offset, part| {
+            for (i, x) in part.chunks_exact_mut(2).enumerate() {
+                x.copy_from_slice(&noise(offset / 2 + i).to_le_bytes()[2..]);
+            }
+        });
+        buf
+    }
+
+    fn pod<T: bytemuck::Pod>(&mut self, values: &[T]) -> Buf {
+        let buf = self.alloc(size_of_val(values));
+        self.dev.write(buf, bytemuck::cast_slice(values));
+        buf
+    }
+
+    fn act(&mut self, rows: usize, width: usize) -> Act {
+        let dtype = ActDtype::Bf16;
+        Act { buf: self.alloc(rows * Act::stride(width, dtype)), width, dtype }
+    }
+
+    fn lanes(&mut self, count: usize, rows: usize, pos: usize, pending: usize) -> Lanes {
+        let steps: Vec<LaneStep> = (0..count)
+            .map(|l| LaneStep {
+                row0: (l * rows) as u32,
+                rows: rows as u32,
+                pos: pos as u32,
+                slot: l as u32,
+                pending: pending as u32,
+                ..LaneStep::default()
+            })
+            .collect();
+        Lanes { step: self.pod(&steps), count, rows: count * rows, max_rows: rows }
+    }
+
+    /// Microseconds for each of `layers` layers, median of nine.
+    fn time(&mut self, name: &str, ops: &[&dyn Op], layers: usize, floor: f64) {
+        self.key += 1;
+        let key = self.key;
+        let run = |dev: &mut Cuda, times: usize| {
+            let start = Instant::now();
+            for _ in 0..times {
+                dev.replay(key, &mut |dev| ops.iter().for_each(|op| dev.run(*op)));
+            }
+            if let Err(why) = dev.sync() {
+                println!("{name}: {why}");
+                return f64::NAN;
+            }
+            start.elapsed().as_secs_f64() * 1e6 / (times * layers) as f64
+        };
+        if run(&mut self.dev, 1).is_nan() {
+            return;
+        }
+        let once = run(&mut self.dev, 1) * layers as f64;
+        let times = (8_000.0 / once).clamp(1.0, 200.0) as usize;
+        let mut all: Vec<f64> = (0..9).map(|_| run(&mut self.dev, times)).collect();
+        all.sort_by(f64::total_cmp);
+        let (median, floor) = (all[4], floor * 1e6);
+        println!("{name:44} {median:8.2} us  floor {floor:7.2}  ({:.2} .. {:.2})", all[0], all[8]);
+    }
+
+    fn gdn(&mut self, (count, rows): (usize, usize), pending: usize) {
+        let name = format!("gdn {count} x {rows}, {pending} pending");
+        if !self.words.is_empty() && !self.words.iter().any(|w| name.contains(w.as_str())) {
+            return;
+        }
+        let layers = 48 / count.min(8);
+        let lanes = self.lanes(count, rows, 0, pending);
+        let (total, heads, geometry) = (lanes.rows, GDN.value_heads, GDN);
+        let (block, commit) = (BLOCK, Commit::Deferred);
+        let [q, k, v, mixed] = [GDN.keys(), GDN.keys(), GDN.values(), GDN.values()]
+            .map(|width| self.alloc(4 * total * width));
+        let (g, beta) = (self.alloc(4 * total * heads), self.alloc(4 * total * heads));
+        let (a, b) = (self.floats(total * heads, 1.0), self.floats(total * heads, 1.0));
+        let (qkv, z) =
+            (self.floats(total * GDN.channels(), 1.0), self.floats(total * GDN.values(), 1.0));
+        let out = self.act(total, GDN.values());
+        let mixes: Vec<GdnMix> = (0..layers)
+            .map(|_| {
+                let state = self.floats(count * GatedDelta::state_bytes(&GDN) / 4, 0.5);
+                let pending = self.floats(count * GatedDelta::pending_bytes(&GDN, BLOCK) / 4, 0.1);
+                let history = self.floats(count * GdnPrepare::history_bytes(&GDN, BLOCK) / 4, 1.0);
+                let conv = self.floats(4 * GDN.channels(), 0.5);
+                let (decay, dt_bias) = (self.floats(heads, 1.0), self.floats(heads, 1.0));
+                let weight = self.floats(GDN.value_dim, 1.0);
+                GdnMix {
+                    prepare: GdnPrepare {
+                        qkv,
+                        a,
+                        b,
+                        conv,
+                        decay,
+                        dt_bias,
+                        history,
+                        q,
+                        k,
+                        v,
+                        g,
+                        beta,
+                        lanes,
+                        geometry,
+                        block,
+                        commit,
+                    },
+                    delta: GatedDelta {
+                        q,
+                        k,
+                        v,
+                        g,
+                        beta,
+                        state,
+                        pending,
+                        out: mixed,
+                        lanes,
+                        geometry,
+                        block,
+                        commit,
+                    },
+                    norm: GatedNorm {
+                        x: mixed,
+                        gate: z,
+                        weight,
+                        out,
+                        rows: total,
+                        dim: GDN.value_dim,
+                        eps: 1e-6,
+                    },
+                }
+            })
+            .collect();
+        let cost = mixes[0].cost();
+        let floor = (cost.other_bytes + cost.weight_bytes) as f64 / BANDWIDTH;
+        let whole: Vec<&dyn Op> = mixes.iter().map(|mix| mix as &dyn Op).collect();
+        let parts: Vec<&dyn Op> =
+            mixes.iter().flat_map(|mix| [&mix.prepare as &dyn Op, &mix.delta, &mix.norm]).collect();
+        self.time(&name, &whole, layers, floor);
+        self.time(&format!("  parts of {name}"), &parts, layers, floor);
+        self.dev.reset().expect("a card that still answers");
+    }
+
+    fn attention(&mut self, (count, rows): (usize, usize), pos: usize, layers: usize) {
+        let name = format!("attention {count} x {rows} at {pos}");
+        if !self.words.is_empty() && !self.words.iter().any(|w| name.contains(w.as_str())) {
+            return;
+        }
+        let pages = (pos + rows).div_ceil(PAGE_TOKENS);
+        let pool = count * pages;
+        let stride = if pool.is_multiple_of(7919) { 1 } else { 7919 };
+        let table: Vec<u32> = (0..pool).map(|i| (i * stride % pool) as u32).collect();
+        let table = self.pod(&table);
+        let lanes = self.lanes(count, rows, pos, 0);
+        let (total, width) = (lanes.rows, HEADS * DIM);
+        let scratch = self.alloc(Attention::scratch_bytes(total, HEADS, DIM));
+        let (rotated, mixed) = (self.alloc(4 * total * width), self.alloc(4 * total * width));
+        let q = self.floats(total * 2 * width, 3.0);
+        let (k, v) =
+            (self.floats(total * KV_HEADS * DIM, 1.0), self.floats(total * KV_HEADS * DIM, 1.0));
+        let norm = Some(self.floats(DIM, 1.0));
+        let freq: Vec<f32> =
+            (0..ROPE_DIMS / 2).map(|i| 1e7f32.powf(-2.0 * i as f32 / ROPE_DIMS as f32)).collect();
+        let rope =
+            Rope { inv_freq: self.pod(&freq), dims: ROPE_DIMS, pairing: RopePairing::Halves };
+        let out = self.act(total, width);
+        let mixes: Vec<AttnMix> = (0..layers)
+            .map(|_| {
+                let elements = pool * KV_HEADS * PAGE_TOKENS * DIM;
+                let kv = KvPool {
+                    keys: self.halves(elements),
+                    values: self.halves(elements),
+                    table,
+                    max_pages: pages,
+                    kv_heads: KV_HEADS,
+                    head_dim: DIM,
+                };
+                AttnMix {
+                    prepare: AttnPrepare {
+                        queries: Some(Queries {
+                            q,
+                            stride: 2 * DIM,
+                            norm,
+                            heads: HEADS,
+                            out: rotated,
+                        }),
+                        k,
+                        v,
+                        k_norm: norm,
+                        rope,
+                        kv,
+                        lanes,
+                        eps: 1e-6,
+                    },
+                    attention: Attention {
+                        q: rotated,
+                        kv,
+                        out: mixed,
+                        scratch,
+                        lanes,
+                        heads: HEADS,
+                        scale: 1.0 / 16.0,
+                        causal: true,
+                        window: None,
+                    },
+                    gate: HeadGate {
+                        x: mixed,
+                        q_gate: Some(q),
+                        out,
+                        rows: total,
+                        heads: HEADS,
+                        dim: DIM,
+                    },
+                }
+            })
+            .collect();
+        let bytes = 4 * DIM * KV_HEADS * count * (pos + rows) + 10 * total * width;
+        let floor = bytes as f64 / BANDWIDTH;
+        let whole: Vec<&dyn Op> = mixes.iter().map(|mix| mix as &dyn Op).collect();
+        let parts: Vec<&dyn Op> = mixes
+            .iter()
+            .flat_map(|mix| [&mix.prepare as &dyn Op, &mix.attention, &mix.gate])
+            .collect();
+        self.time(&name, &whole, layers, floor);
+        self.time(&format!("  parts of {name}"), &parts, layers, floor);
+        self.dev.reset().expect("a card that still answers");
+    }
+}
+
+/// A pseudo-random number in −1..1.
+fn noise(i: usize) -> f32 {
+    let mut z = (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    (z >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
+
+fn main() {
+    let options = Options {
+        nvrtc: std::env::var_os("TH_NVRTC").map(PathBuf::from).into_iter().collect(),
+        cache: std::env::var_os("TH_CUBINS").map(PathBuf::from),
+        ..Options::default()
+    };
+    let dev = match Cuda::open(&options) {
+        Ok(dev) => dev,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    println!("{}", dev.info().name);
+    let mut bench = Bench { dev, words: std::env::args().skip(1).collect(), key: 0 };
+    for (lanes, pending) in [((1, 1), 1), ((1, 8), 0), ((1, 8), 4), ((1, 8), 8), ((4, 8), 4)] {
+        bench.gdn(lanes, pending);
+    }
+    bench.gdn((16, 8), 4);
+    for lanes in [(1, 1), (1, 8), (4, 8)] {
+        for (pos, layers) in [(0, 16), (1000, 16), (8192, 8), (32_000, 4)] {
+            if lanes.0 == 1 || pos <= 8192 {
+                bench.attention(lanes, pos, layers);
+            }
+        }
+    }
+}
