@@ -5,7 +5,11 @@
 use std::path::PathBuf;
 
 use cuda::{Cuda, OpenError, Options};
-use ops::{Act, ActDtype, Buf, CopyRows, Device, DeviceError};
+use ops::rms_norm::RmsNorm;
+use ops::{
+    Act, ActDtype, Buf, CopyRows, Device, DeviceError, Linear, LinearPart, ScaleDtype, SiluMul,
+    Weight, linear,
+};
 
 fn open() -> Option<Cuda> {
     let options = Options {
@@ -90,6 +94,93 @@ fn launches_see_what_those_before_wrote() {
             _ => dev.replay(7, &mut |dev| chain(dev, &bufs, width, rows)),
         }
         assert!(bytes_of(&mut dev, bufs[59]) == values, "round {round}");
+    }
+    assert_eq!(dev.sync(), Ok(()));
+}
+
+/// What an MLP does to `x`: stages that a recording joins.
+fn mlp(dev: &mut dyn Device, m: &Mlp, rows: usize) {
+    let part = |weight, out, add| LinearPart { weight, out, add };
+    for _ in 0..10 {
+        dev.run(&RmsNorm { x: m.x, weight: m.norm, out: m.xn, rows, eps: 1e-6 });
+        let parts = [part(m.gate, m.gates, false), part(m.up, m.ups, false)];
+        dev.run(&Linear::new(m.xn, rows, &parts));
+        dev.run(&SiluMul { gate: m.gates, up: m.ups, out: m.act, rows });
+        dev.run(&Linear::new(m.act, rows, &[part(m.down, m.x, true)]));
+    }
+}
+
+struct Mlp {
+    x: Buf,
+    norm: Buf,
+    xn: Act,
+    gate: Weight,
+    up: Weight,
+    gates: Buf,
+    ups: Buf,
+    act: Act,
+    down: Weight,
+}
+
+/// A matrix of random codes, whose weights are small and have mean 0.
+fn matrix(dev: &mut Cuda, n: usize, k: usize) -> Weight {
+    let codes: Vec<u8> = (0..n * k / 2).map(pattern).collect();
+    let scales: Vec<u8> = (0..n * k / 64).flat_map(|_| 0x3a80_u16.to_le_bytes()).collect();
+    let biases: Vec<u8> = (0..n * k / 64).flat_map(|_| 0xbbf0_u16.to_le_bytes()).collect();
+    let source = linear::Source::Mlx {
+        bits: 4,
+        group: 64,
+        scale: ScaleDtype::Bf16,
+        codes: &codes,
+        scales: &scales,
+        biases: &biases,
+    };
+    let format = source.check(n, k).expect("whole groups");
+    let mut packed = vec![0; format.packed_bytes(n, k).expect("a size")];
+    source.pack_piece(dev.info().tiles, (n, k), 0, &mut packed).expect("whole");
+    let buf = dev.alloc(packed.len(), "matrix").expect("memory");
+    dev.write(buf, &packed);
+    Weight { buf, format, n, k }
+}
+
+#[test]
+fn joined_stages_have_the_bits_of_stages_apart() {
+    let Some(mut dev) = open() else { return };
+    // More half tiles than a pass has, runs that differ by one, and a k that blocks share.
+    let (hidden, inner, most) = (5120, 17_408, 64);
+    let mut f32s = |count: usize| dev.alloc(4 * count, "f32").expect("memory");
+    let (x, norm) = (f32s(most * hidden), f32s(hidden));
+    let (gates, ups) = (f32s(most * inner), f32s(most * inner));
+    let mut act = |width: usize| {
+        let buf = dev.alloc(2 * most * width, "act").expect("memory");
+        Act { buf, width, dtype: ActDtype::Bf16 }
+    };
+    let (xn, act) = (act(hidden), act(inner));
+    let (gate, up) = (matrix(&mut dev, inner, hidden), matrix(&mut dev, inner, hidden));
+    let down = matrix(&mut dev, hidden, inner);
+    let m = Mlp { x, norm, xn, gate, up, gates, ups, act, down };
+    let ones: Vec<u8> = (0..hidden).flat_map(|_| 1f32.to_le_bytes()).collect();
+    dev.write(norm, &ones);
+    let start: Vec<u8> =
+        (0..most * hidden).flat_map(|i| (f32::from(pattern(i)) - 127.5).to_le_bytes()).collect();
+    let mut row = Vec::new();
+    for rows in [1, 8, 2, 20, 64] {
+        dev.write(x, &start);
+        mlp(&mut dev, &m, rows);
+        let apart = bytes_of(&mut dev, x.rows(0, rows, 4 * hidden));
+        for replay in 0..3 {
+            dev.write(x, &start);
+            dev.replay(rows as u64, &mut |dev| mlp(dev, &m, rows));
+            let joined = bytes_of(&mut dev, x.rows(0, rows, 4 * hidden));
+            assert!(joined == apart, "{rows} rows, replay {replay}");
+        }
+        // A row does not depend on how many there are.
+        row = if row.is_empty() { apart[..4 * hidden].to_vec() } else { row };
+        assert!(row == apart[..4 * hidden], "{rows} rows");
+        assert!(row != start[..4 * hidden], "nothing was computed");
+        assert!(
+            row.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite())
+        );
     }
     assert_eq!(dev.sync(), Ok(()));
 }

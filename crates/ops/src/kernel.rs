@@ -226,3 +226,40 @@ impl Plan {
         self.launches.clear();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOURCE: Source = Source { name: "a.cu", text: "" };
+
+    fn stage(defines: &[(&'static str, i64)], shared: u32) -> Launch {
+        let launch = Launch::new(SOURCE, "run", defines, [132, 1, 1], 384, &[Arg::Null]);
+        launch.shared(shared).cluster(2).stage(0)
+    }
+
+    #[test]
+    fn neighbours_join_unless_they_contradict() {
+        let (a, b) = (stage(&[("WIDTH", 64)], 10), stage(&[("WIDTH", 64), ("ROWS", 8)], 5));
+        let both = a.joined(&b).expect("the same shape");
+        assert_eq!(both.defines.as_slice(), [("WIDTH", 64), ("ROWS", 8)]);
+        assert_eq!((both.shared, both.args), (10, a.args));
+        assert_eq!(b.joined(&a).map(|l| l.shared), Some(10));
+        // Another value, another shape, and a launch by itself.
+        assert_eq!(both.joined(&stage(&[("ROWS", 16)], 0)), None);
+        assert_eq!(a.joined(&Launch { block: 256, ..b }), None);
+        assert_eq!(a.joined(&Launch { stage: None, ..b }), None);
+        assert_eq!(Launch { stage: None, ..a }.joined(&b), None);
+    }
+
+    #[test]
+    fn defines_that_do_not_fit_do_not_join() {
+        const NAMES: [&str; 24] = [
+            "A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K", "L", "M", "N", "O", "P", "Q",
+            "R", "S", "T", "U", "V", "W", "X",
+        ];
+        let full = stage(&NAMES.map(|name| (name, 1)), 0);
+        assert!(full.joined(&stage(&[("X", 1)], 0)).is_some());
+        assert_eq!(full.joined(&stage(&[("Y", 1)], 0)), None);
+    }
+}
