@@ -14,7 +14,7 @@ const PROBE_BYTES: usize = 1 << 30;
 pub fn bandwidth(mut dev: Box<dyn Device>) -> f64 {
     let Ok(buf) = dev.alloc(PROBE_BYTES, "bandwidth probe") else { return 0.0 };
     // Untouched pages would all be one zero page: write them first.
-    dev.upload(buf, 1 << 20, &|_, piece| piece.fill(1));
+    dev.upload(buf, 1 << 20, &|_, _, piece| piece.fill(1));
     dev.read_bandwidth(&[buf])
 }
 

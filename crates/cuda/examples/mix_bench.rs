@@ -46,7 +46,7 @@ impl Bench {
     /// f32 in −1..1 times `scale`.
     fn floats(&mut self, count: usize, scale: f32) -> Buf {
         let buf = self.alloc(4 * count);
-        self.dev.upload(buf, 1 << 20, &|offset, part| {
+        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
             for (i, x) in part.chunks_exact_mut(4).enumerate() {
                 x.copy_from_slice(&(scale * noise(offset / 4 + i)).to_le_bytes());
             }
@@ -57,7 +57,7 @@ impl Bench {
     /// bf16 in −1..1.
     fn halves(&mut self, count: usize) -> Buf {
         let buf = self.alloc(2 * count);
-        self.dev.upload(buf, 1 << 20, &|offset, part| {
+        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
             for (i, x) in part.chunks_exact_mut(2).enumerate() {
                 x.copy_from_slice(&noise(offset / 2 + i).to_le_bytes()[2..]);
             }

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 use ops::kernel::{Arg, Card, Launch, Plan};
 use ops::{
-    ActDtype, Bindings, Buf, Counters, Device, DeviceError, DeviceInfo, Op, PUBLISHED_BYTES,
+    ActDtype, Bindings, Buf, Counters, Device, DeviceError, DeviceInfo, Fill, Op, PUBLISHED_BYTES,
     TileOrder,
 };
 
@@ -419,13 +419,14 @@ impl Device for Cuda {
         self.memory.alloc(&self.stream, bytes, what)
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         if buf.bytes == 0 || !self.enter() || !self.unrecorded("upload") {
             return;
         }
         let range = (self.memory.address(buf), buf.bytes);
+        let fill = |offset: usize, bytes: &mut [u8]| fill(TileOrder::Fragments, offset, bytes);
         // SAFETY: the buffer lies inside its allocation.
-        let done = unsafe { self.staging.upload(&self.gpu, &self.stream, range, piece, fill) };
+        let done = unsafe { self.staging.upload(&self.gpu, &self.stream, range, piece, &fill) };
         self.tried("upload", done);
     }
 

@@ -53,7 +53,7 @@ fn memory_moves_whole() {
         [(1, 1), (1000, 7), (3 << 20, 4096), (70_000_001, 99_991), (9 << 20, 9 << 20)]
     {
         let buf = dev.alloc(bytes, "upload").expect("memory");
-        dev.upload(buf, piece, &|offset, part| {
+        dev.upload(buf, piece, &|_, offset, part| {
             assert!(offset % piece == 0 && part.len() <= piece);
             part.iter_mut().enumerate().for_each(|(i, b)| *b = pattern(offset + i));
         });

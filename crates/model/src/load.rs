@@ -255,7 +255,7 @@ impl Uploader<'_> {
         }
         let row = 2 * matrix.k;
         let buf = self.dev.alloc(matrix.n * row, &format!("{weight:?}"))?;
-        self.dev.upload(buf, 256 * row, &|offset, out| {
+        self.dev.upload(buf, 256 * row, &|_, offset, out| {
             let rows = offset / row..(offset + out.len()) / row;
             let mut scratch = Vec::new();
             if let Source::Dense { dtype, data } = matrix.rows(rows, &mut scratch).source {
@@ -290,8 +290,8 @@ impl Uploader<'_> {
         };
         let buf = self.dev.alloc(bytes, &format!("{weight:?}"))?;
         let failed = Mutex::new(None);
-        let (rows_of_piece, order) = (format.piece_rows(), self.dev.info().tiles);
-        self.dev.upload(buf, piece * (64 / rows_of_piece), &|offset, out| {
+        let rows_of_piece = format.piece_rows();
+        self.dev.upload(buf, piece * (64 / rows_of_piece), &|order, offset, out| {
             let first = offset / piece * rows_of_piece;
             let rows = first..(first + out.len() / piece * rows_of_piece).min(n);
             let mut scratch = Vec::new();

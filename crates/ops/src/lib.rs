@@ -63,8 +63,8 @@ pub use silu_mul::SiluMul;
 pub use accept::{Accept, LaneResult, LogitRows};
 pub use act::{ACT_GROUP, Act, ActDtype, ActGroup};
 pub use device::{
-    Counted, Counters, Device, DeviceError, DeviceInfo, Diff, Difference, DryRun, Host, HostMode,
-    OpCount, PUBLISHED, PUBLISHED_BYTES, Trace,
+    Counted, Counters, Device, DeviceError, DeviceInfo, Diff, Difference, DryRun, Fill, Host,
+    HostMode, OpCount, PUBLISHED, PUBLISHED_BYTES, Trace,
 };
 pub use op::{Access, Binding, Bindings, Buf, Cost, Elements, Mem, Op, Unsupported};
 pub use pool::Pool;

@@ -10,7 +10,7 @@
 
 use std::fmt;
 
-use crate::device::{Counters, Device, DeviceError, DeviceInfo};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::testing::Tolerance;
 use crate::{ACT_GROUP, Act, ActDtype, ActGroup, Binding, Bindings, Buf, Elements, Op};
 
@@ -321,7 +321,7 @@ impl<A: Device, B: Device> Device for Diff<A, B> {
         Ok(region.slice(used, bytes))
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         self.a.upload(buf, piece, fill);
         self.b.upload(buf, piece, fill);
     }

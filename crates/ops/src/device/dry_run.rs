@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::device::{Counters, Device, DeviceError, DeviceInfo};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::kernel::{Card, Launch, Plan};
 use crate::{ActDtype, Buf, Cost, Op, TileOrder, Unsupported};
 
@@ -93,7 +93,7 @@ impl Device for DryRun {
         Ok(Buf { alloc: (self.allocations.len() - 1) as u32, offset: 0, bytes })
     }
 
-    fn upload(&mut self, _: Buf, _: usize, _: &(dyn Fn(usize, &mut [u8]) + Sync)) {}
+    fn upload(&mut self, _: Buf, _: usize, _: &Fill<'_>) {}
 
     fn write(&mut self, _: Buf, _: &[u8]) {}
 

@@ -4,7 +4,9 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use crate::device::{Counters, Device, DeviceError, DeviceInfo, Mem, PUBLISHED, PUBLISHED_BYTES};
+use crate::device::{
+    Counters, Device, DeviceError, DeviceInfo, Fill, Mem, PUBLISHED, PUBLISHED_BYTES,
+};
 use crate::simd::Isa;
 use crate::{ActDtype, Bindings, Buf, Cpu, Op, Pool, TileOrder};
 
@@ -76,10 +78,10 @@ impl Device for Host {
         self.mem.alloc(bytes, what)
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         let mem = &self.mem;
         self.cpu.pool.ranges(buf.bytes, piece, &|start, end| {
-            fill(start, mem.get_mut(buf.slice(start, end - start)));
+            fill(TileOrder::Vectors, start, mem.get_mut(buf.slice(start, end - start)));
         });
     }
 

@@ -77,6 +77,10 @@ impl std::ops::Sub for Counters {
     }
 }
 
+/// What makes a piece of an upload: told how the device has quantised weights packed and where the
+/// piece begins, it fills the bytes.
+pub type Fill<'a> = dyn Fn(TileOrder, usize, &mut [u8]) + Sync + 'a;
+
 /// Published copies that may wait to be received.
 pub const PUBLISHED: usize = 8;
 /// Bytes of one published copy.
@@ -90,9 +94,9 @@ pub trait Device {
     /// A zeroed buffer of at least `bytes` bytes, 64-byte aligned. Only while loading.
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError>;
 
-    /// Fills a buffer in pieces of `piece` bytes (the last may be shorter): `fill(offset, bytes)`.
-    /// Pieces may be produced in parallel.
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync));
+    /// Fills a buffer in pieces of `piece` bytes (the last may be shorter), which may be produced in
+    /// parallel.
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>);
 
     /// Copies bytes into the start of a buffer.
     fn write(&mut self, buf: Buf, bytes: &[u8]);
@@ -149,7 +153,7 @@ impl Device for Box<dyn Device> {
         (**self).alloc(bytes, what)
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         (**self).upload(buf, piece, fill);
     }
 

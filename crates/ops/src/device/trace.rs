@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use crate::device::{Counters, Device, DeviceError, DeviceInfo};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::{Buf, Cost, Op};
 
 /// Time and cost of one kind of op.
@@ -76,7 +76,7 @@ impl<D: Device> Device for Trace<D> {
         self.inner.alloc(bytes, what)
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         self.inner.upload(buf, piece, fill);
     }
 
@@ -169,7 +169,7 @@ impl Device for Stamping<'_> {
         self.dev.alloc(bytes, what)
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         self.dev.upload(buf, piece, fill);
     }
 

@@ -1,6 +1,6 @@
 //! A device that gets one element of one op wrong, to see whether anyone notices.
 
-use crate::device::{Counters, Device, DeviceError, DeviceInfo};
+use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::{Bindings, Buf, Op};
 
 /// Runs ops on `inner` and spoils one byte.
@@ -55,7 +55,7 @@ impl<D: Device> Device for Corrupt<D> {
         self.inner.alloc(bytes, what)
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         self.inner.upload(buf, piece, fill);
     }
 
