@@ -1,5 +1,6 @@
 //! Times of the token mixers in passes of few rows at the 27B shape: each as one op and as its parts,
-//! next to the time that their bytes need. Ops run one after another in a recorded sequence.
+//! next to the time that their bytes need. Ops run one after another in a recorded sequence; "between
+//! products" is what they add to the products before and after them.
 //!
 //! `few_rows [gdn|attention]`: the lines whose name contains one of the words.
 
@@ -10,9 +11,9 @@ use std::time::Instant;
 
 use cuda::{Cuda, Options};
 use ops::{
-    Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Commit, Device, GatedDelta, GatedNorm,
-    GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS,
-    Queries, Rope, RopePairing,
+    Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Codes, Commit, Device, Format, GatedDelta,
+    GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvPool, LaneStep, Lanes, Linear,
+    LinearPart, Op, PAGE_TOKENS, Queries, Rope, RopePairing, ScaleDtype, Weight,
 };
 
 const HEADS: usize = 24;
@@ -27,6 +28,9 @@ const GDN: GdnGeometry = GdnGeometry {
     head_map: HeadMap::Grouped,
 };
 const BLOCK: usize = 8;
+const HIDDEN: usize = 5120;
+/// Layers whose products have weights of their own: more than the caches hold.
+const PRODUCTS: usize = 12;
 /// Bytes per second that an H200 was measured to reach.
 const BANDWIDTH: f64 = 4.65e12;
 
@@ -47,6 +51,17 @@ impl Bench {
         self.dev.upload(buf, 1 << 20, &|_, offset, part| {
             for (i, x) in part.chunks_exact_mut(4).enumerate() {
                 x.copy_from_slice(&(scale * noise(offset / 4 + i)).to_le_bytes());
+            }
+        });
+        buf
+    }
+
+    /// f32 in −0.1..0, so that states stay small.
+    fn decays(&mut self, count: usize) -> Buf {
+        let buf = self.alloc(4 * count);
+        self.dev.upload(buf, 1 << 20, &|offset, part| {
+            for (i, x) in part.chunks_exact_mut(4).enumerate() {
+                x.copy_from_slice(&(-0.1 * noise(offset / 4 + i).abs()).to_le_bytes());
             }
         });
         buf
@@ -88,8 +103,64 @@ impl Bench {
         Lanes { step: self.pod(&steps), count, rows: count * rows, max_rows: rows }
     }
 
+    /// A 4-bit matrix. Whatever 16 bits of it are taken for a scale are about 0.01.
+    fn weight(&mut self, n: usize, k: usize) -> Weight {
+        let format = Format::Affine { codes: Codes::U4, group: 64, scale: ScaleDtype::Bf16 };
+        let buf = self.alloc(format.packed_bytes(n, k).expect("whole groups"));
+        self.dev.upload(buf, 1 << 20, &|offset, part| {
+            for (i, x) in part.chunks_exact_mut(2).enumerate() {
+                x.copy_from_slice(&[(noise(offset / 2 + i) * 128.0) as i8 as u8, 0x3c]);
+            }
+        });
+        Weight { buf, format, n, k }
+    }
+
+    /// The products before (into `outs`) and after (of `mixed`) a mixer, for some layers.
+    fn products(&mut self, rows: usize, outs: &[(usize, Buf)], mixed: Act) -> Vec<[Linear; 2]> {
+        let x = self.act(rows, HIDDEN);
+        let residual = self.floats(rows * HIDDEN, 1.0);
+        (0..PRODUCTS)
+            .map(|_| {
+                let parts: Vec<LinearPart> = outs
+                    .iter()
+                    .map(|&(n, out)| LinearPart { weight: self.weight(n, HIDDEN), out, add: false })
+                    .collect();
+                let weight = self.weight(HIDDEN, mixed.width);
+                let after = LinearPart { weight, out: residual, add: true };
+                [Linear::new(x, rows, &parts), Linear::new(mixed, rows, &[after])]
+            })
+            .collect()
+    }
+
+    /// What mixers add to the products around them.
+    fn between(
+        &mut self,
+        name: &str,
+        products: &[[Linear; 2]],
+        layers: &[Vec<&dyn Op>],
+        alone: &mut f64,
+    ) {
+        let mut ops: Vec<&dyn Op> = Vec::new();
+        for (layer, products) in layers.iter().zip(products.iter().cycle()) {
+            ops.push(&products[0]);
+            ops.extend(layer);
+            ops.push(&products[1]);
+        }
+        let time = self.median(name, &ops, layers.len()).0;
+        if layers[0].is_empty() {
+            *alone = time;
+        }
+        println!("  {name:50} {time:8.2} us, {:6.2} more than the products", time - *alone);
+    }
+
     /// Microseconds for each of `layers` layers, median of nine.
     fn time(&mut self, name: &str, ops: &[&dyn Op], layers: usize, floor: f64) {
+        let (median, least, most) = self.median(name, ops, layers);
+        let floor = floor * 1e6;
+        println!("{name:44} {median:8.2} us  floor {floor:7.2}  ({least:.2} .. {most:.2})");
+    }
+
+    fn median(&mut self, name: &str, ops: &[&dyn Op], layers: usize) -> (f64, f64, f64) {
         self.key += 1;
         let key = self.key;
         let run = |dev: &mut Cuda, times: usize| {
@@ -104,14 +175,13 @@ impl Bench {
             start.elapsed().as_secs_f64() * 1e6 / (times * layers) as f64
         };
         if run(&mut self.dev, 1).is_nan() {
-            return;
+            return (f64::NAN, f64::NAN, f64::NAN);
         }
         let once = run(&mut self.dev, 1) * layers as f64;
         let times = (8_000.0 / once).clamp(1.0, 200.0) as usize;
         let mut all: Vec<f64> = (0..9).map(|_| run(&mut self.dev, times)).collect();
         all.sort_by(f64::total_cmp);
-        let (median, floor) = (all[4], floor * 1e6);
-        println!("{name:44} {median:8.2} us  floor {floor:7.2}  ({:.2} .. {:.2})", all[0], all[8]);
+        (all[4], all[0], all[8])
     }
 
     fn gdn(&mut self, (count, rows): (usize, usize), pending: usize) {
@@ -133,7 +203,7 @@ impl Bench {
         let mixes: Vec<GdnMix> = (0..layers)
             .map(|_| {
                 let state = self.floats(count * GatedDelta::state_bytes(&GDN) / 4, 0.5);
-                let pending = self.floats(count * GatedDelta::pending_bytes(&GDN, BLOCK) / 4, 0.1);
+                let pending = self.decays(count * GatedDelta::pending_bytes(&GDN, BLOCK) / 4);
                 let history = self.floats(count * GdnPrepare::history_bytes(&GDN, BLOCK) / 4, 1.0);
                 let conv = self.floats(4 * GDN.channels(), 0.5);
                 let (decay, dt_bias) = (self.floats(heads, 1.0), self.floats(heads, 1.0));
@@ -190,6 +260,16 @@ impl Bench {
             mixes.iter().flat_map(|mix| [&mix.prepare as &dyn Op, &mix.delta, &mix.norm]).collect();
         self.time(&name, &whole, layers, floor);
         self.time(&format!("  parts of {name}"), &parts, layers, floor);
+        let outs = [(GDN.channels(), qkv), (GDN.values(), z), (heads, a), (heads, b)];
+        let products = self.products(total, &outs, out);
+        let mut alone = 0.0;
+        let none = vec![Vec::new(); layers];
+        self.between("products", &products, &none, &mut alone);
+        let one: Vec<Vec<&dyn Op>> = mixes.iter().map(|mix| vec![mix as &dyn Op]).collect();
+        self.between(&format!("{name} between products"), &products, &one, &mut alone);
+        let three: Vec<Vec<&dyn Op>> =
+            mixes.iter().map(|mix| vec![&mix.prepare as &dyn Op, &mix.delta, &mix.norm]).collect();
+        self.between("  its parts", &products, &three, &mut alone);
         self.dev.reset().expect("a card that still answers");
     }
 
@@ -275,6 +355,18 @@ impl Bench {
             .collect();
         self.time(&name, &whole, layers, floor);
         self.time(&format!("  parts of {name}"), &parts, layers, floor);
+        let kv = KV_HEADS * DIM;
+        let products = self.products(total, &[(2 * width, q), (kv, k), (kv, v)], out);
+        let mut alone = 0.0;
+        let none = vec![Vec::new(); layers];
+        self.between("products", &products, &none, &mut alone);
+        let one: Vec<Vec<&dyn Op>> = mixes.iter().map(|mix| vec![mix as &dyn Op]).collect();
+        self.between(&format!("{name} between products"), &products, &one, &mut alone);
+        let three: Vec<Vec<&dyn Op>> = mixes
+            .iter()
+            .map(|mix| vec![&mix.prepare as &dyn Op, &mix.attention, &mix.gate])
+            .collect();
+        self.between("  its parts", &products, &three, &mut alone);
         self.dev.reset().expect("a card that still answers");
     }
 }

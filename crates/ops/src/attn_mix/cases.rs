@@ -96,8 +96,9 @@ fn build_uncompared(b: &mut Builder, shape: Shape, form: Form, list: &[Lane]) ->
 }
 
 fn check(shape: Shape, form: Form, list: &[Lane]) {
-    // A unit in the last place of bf16: the norms' last bits may tip a rounding of a key.
-    let tolerance = Tolerance::relative(1.0 / 128.0);
+    // A unit in the last place of bf16: the norms' last bits may tip a rounding of a key. Tensor cores
+    // take queries and weights as bf16, and normed heads give scores of several units.
+    let tolerance = Tolerance::relative(1.0 / 128.0).elsewhere(1.0 / 32.0);
     let label = format!("attn_mix {shape:?} {form:?} {list:?}");
     conformance(&label, tolerance, |b| build(b, shape, form, list));
 }
@@ -126,14 +127,20 @@ fn geometries() {
     for (heads, kv_heads) in [(1, 1), (3, 1), (9, 3), (16, 2)] {
         check(Shape { heads, kv_heads, dim: 16, ..SHAPE }, FORM, &[lane(0, 60, 5)]);
     }
-    for dim in [16, 48, 80, 128, 256] {
-        for pairing in [RopePairing::Halves, RopePairing::Adjacent] {
-            for rope_dims in [0, 2, 14, dim / 4, dim] {
-                for (gated, norms) in [(true, true), (false, false)] {
-                    let form = Form { gated, norms, rope_dims, pairing };
-                    check(Shape { dim, ..SHAPE }, form, &[lane(1, 61, 4)]);
-                }
-            }
+    let (halves, adjacent) = (RopePairing::Halves, RopePairing::Adjacent);
+    for (dim, rope_dims, pairing) in [
+        (16, 0, halves),
+        (16, 16, adjacent),
+        (48, 14, halves),
+        (48, 48, halves),
+        (80, 20, adjacent),
+        (80, 80, halves),
+        (128, 128, halves),
+        (256, 64, halves),
+    ] {
+        for on in [true, false] {
+            let form = Form { gated: on, norms: on, rope_dims, pairing };
+            check(Shape { dim, ..SHAPE }, form, &[lane(1, 61, 4)]);
         }
     }
 }

@@ -95,6 +95,7 @@ fn fused(
         gate.out.buf.into(),
         count,
         capacity,
+        Arg::U32(card.sms),
     ];
     plan.push(Launch::new(KERNEL, "finish", &defines, grid, 64, &args));
     Ok(())

@@ -54,9 +54,9 @@ struct Head {
         for (int j = 0; j < HEAD_OWN; j++) {
             if (32 * j >= 2 * PAIRS) continue;
             u32 i = threadIdx.x % 32 + 32 * j;
-            bool first = ADJACENT ? i % 2 == 0 : i < PAIRS;
+            bool first = ADJACENT ? i % 2 == 0 : (int)i < PAIRS;
             float after = was.at(j, ADJACENT ? 1 : PAIRS), before = was.at(j, ADJACENT ? -1 : -PAIRS);
-            if (i >= 2 * PAIRS) continue;
+            if ((int)i >= 2 * PAIRS) continue;
             float2 by = turns[ADJACENT ? i / 2 : first ? i : i - PAIRS];
             float other = first ? -after : before;
             x[j] = __fmaf_rn(other, by.y, __fmul_rn(was.x[j], by.x));

@@ -17,7 +17,7 @@ attn_prepare(const float* q, const float* q_norm, float* q_out, const float* k, 
     if (of == count) return;
     LaneStep step = steps[of];
     u32 pos = step.pos + row - step.row0;
-    for (u32 i = threadIdx.x; i < PAIRS; i += 128) turns[i] = turn_of(inv_freq, pos, i);
+    for (int i = threadIdx.x; i < PAIRS; i += 128) turns[i] = turn_of(inv_freq, pos, i);
     __syncthreads();
     if (head >= q_heads + 2 * kv_heads) return;
     Head x;

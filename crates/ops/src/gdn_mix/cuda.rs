@@ -24,7 +24,7 @@ pub(super) fn plan(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsu
     }
     prepare.cuda(card, plan)?;
     delta.cuda(card, plan)?;
-    norm.cuda(card, plan)
+    if norm.rows == 0 { Ok(()) } else { norm.cuda(card, plan) }
 }
 
 fn fused(op: &GdnMix, plan: &mut Plan) -> Result<(), Unsupported> {

@@ -41,7 +41,8 @@ struct Shared {
     float v[STAGE][COLUMNS], out[STAGE][COLUMNS], gate[STAGE][COLUMNS];
     float weight[COLUMNS];
     float decay[STAGE], beta[STAGE], kq[STAGE];
-    float squares[2][2][STAGE]; // of even and odd stages, of both blocks
+    float squares[2][STAGE]; // of the other block, in even and odd stages
+    u64 sent[2];
 };
 
 // Which part of the layer a block has.
@@ -66,18 +67,26 @@ struct Part {
     }
 };
 
-// The blocks of a cluster meet: what they wrote to shared memory before `arrive` is visible after `meet`.
+// The blocks of a cluster say that their barriers are there, and wait for the other's.
 __device__ __forceinline__ void arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void meet() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void put(const float* shared, u32 block, float x) {
-    u32 at = shared_address(shared);
-    asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}" ::"r"(at),
-                 "r"(block), "f"(x)
-                 : "memory");
+// A float into the other block's shared memory, counted by its barrier. Nothing else has to be visible there, so
+// this waits for nothing.
+__device__ __forceinline__ void send(const float* to, float x, const u64* bar, u32 block) {
+    asm volatile(
+        "{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, %3;\nmapa.shared::cluster.u32 bar, %2, %3;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [bar];\n}" ::"r"(shared_address(to)),
+        "r"(__float_as_uint(x)), "r"(shared_address(bar)), "r"(block)
+        : "memory");
+}
+
+// x / (1 + e^-x), to some units in the last place.
+__device__ __forceinline__ float quick_silu(float x) {
+    return __fdividef(x, 1.0f + expf(-x));
 }
 
 // Elements of a head so that a thread's keys lie side by side.
@@ -175,7 +184,7 @@ __device__ __forceinline__ float4 convolve(const Shared& shared, u32 r, u32 c) {
         sum.x = __fmaf_rn(w.x, u.x, sum.x), sum.y = __fmaf_rn(w.y, u.y, sum.y);
         sum.z = __fmaf_rn(w.z, u.z, sum.z), sum.w = __fmaf_rn(w.w, u.w, sum.w);
     }
-    return make_float4(silu(sum.x), silu(sum.y), silu(sum.z), silu(sum.w));
+    return make_float4(quick_silu(sum.x), quick_silu(sum.y), quick_silu(sum.z), quick_silu(sum.w));
 }
 
 __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
@@ -261,6 +270,13 @@ __device__ __forceinline__ void scan_row(Shared& shared, State& s, u32 r, float*
     else if ((lane & 18) == 0) kept[4 * (lane % 2) + own] = delta;
 }
 
+// Of the block's part of a row's output. By one warp.
+__device__ __forceinline__ float squares_of(const Shared& shared, u32 r) {
+    u32 c = 4 * (threadIdx.x % 32);
+    float4 x = c < COLUMNS ? *(const float4*)&shared.out[r][c] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return warp_sum(dot(x, x, 0.0f));
+}
+
 // Log decay and beta of one row.
 struct Gates {
     float a, b, decay, dt_bias;
@@ -280,9 +296,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gdn_mix(
     const LaneStep* steps, float eps) {
     __shared__ __align__(16) Shared shared;
     launch_next();
-    arrive();
     const Part part;
     u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (thread < 2) {
+        phase_init(shared_address(&shared.sent[thread]), 1);
+        phase_init_fence();
+    }
+    __syncwarp();
+    arrive();
     for (u32 i = thread; i < TAPS * QUADS; i += THREADS) {
         u32 j = i / QUADS, c = 4 * (i % QUADS);
         copy16(shared_address(&shared.taps[j][c]), conv + j * CHANNELS + part.channel(c), 16);
@@ -307,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gdn_mix(
 
     wait();
     meet();
-    for (u32 first = 0, stage = 0; first == 0 || first < step.rows; first += STAGE, stage ^= 1) {
+    for (u32 first = 0, stage = 0; first == 0 || first < step.rows; first += STAGE, stage++) {
         u32 rows = min(step.rows - first, STAGE), before = first == 0 ? TAPS - 1 : 0;
         copy_stream(shared, qkv, nullptr, step, part, first, before, TAPS - 1 + rows);
         for (u32 i = thread; i < rows * (COLUMNS / 4); i += THREADS) {
@@ -338,28 +359,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gdn_mix(
         for (u32 r = 0; r < rows; r++) scan_row(shared, s, r, deltas + (first + r) * VALUES);
         __syncthreads();
 
+        const u64* sent = &shared.sent[stage % 2];
+        if (thread == 0 && rows > 0) phase_arrive_expecting(shared_address(sent), 4 * rows);
         for (u32 r = warp; r < rows; r += WARPS) {
-            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (4 * lane < COLUMNS) x = *(const float4*)&shared.out[r][4 * lane];
-            float squares = warp_sum(dot(x, x, 0.0f));
-            if (lane < 2) put(&shared.squares[stage][part.half][r], lane, squares);
+            float squares = squares_of(shared, r);
+            if (lane == 0) send(&shared.squares[stage % 2][r], squares, sent, part.half ^ 1);
         }
-        arrive();
         // Meanwhile the history: the three rows before the pass, then its rows.
         for (u32 i = (TAPS - 1 - before) * QUADS + thread; i < (TAPS - 1 + rows) * QUADS; i += THREADS) {
             u32 r = i / QUADS, c = 4 * (i % QUADS);
             if (c < 2 * KEY_DIM && !part.keeps_key) continue;
             *(float4*)(past + (first + r) * CHANNELS + part.channel(c)) = *(const float4*)&shared.stream[r][c];
         }
-        meet();
+        if (rows > 0) phase_wait(shared_address(sent), stage / 2 % 2);
         for (u32 r = warp; r < rows; r += WARPS) {
+            float squares = squares_of(shared, r) + shared.squares[stage % 2][r];
             if (4 * lane >= COLUMNS) continue;
-            float squares = shared.squares[stage][0][r] + shared.squares[stage][1][r];
             float scale = 1.0f / sqrtf(squares / VALUE_DIM + eps);
             float4 x = *(const float4*)&shared.out[r][4 * lane], g = *(const float4*)&shared.gate[r][4 * lane];
             float4 w = *(const float4*)&shared.weight[4 * lane];
-            float4 y = make_float4(x.x * scale * w.x * silu(g.x), x.y * scale * w.y * silu(g.y),
-                                   x.z * scale * w.z * silu(g.z), x.w * scale * w.w * silu(g.w));
+            float4 y = make_float4(x.x * scale * w.x * quick_silu(g.x), x.y * scale * w.y * quick_silu(g.y),
+                                   x.z * scale * w.z * quick_silu(g.z), x.w * scale * w.w * quick_silu(g.w));
             char* to = out + (u64)(step.row0 + first + r) * STRIDE;
             act_store4<ACT_BF16>(to, part.column() + 4 * lane, y);
         }
