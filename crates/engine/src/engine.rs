@@ -121,16 +121,15 @@ pub struct MemoryBytes {
     pub draft: u64,
     /// Pages of keys and values of all lanes, the draft's included.
     pub kv: u64,
-    /// Recurrent cells of all lanes, with their histories and pending rows.
+    /// Recurrent cells of all lanes, with their histories and pending rows, and those kept for the
+    /// prefix cache.
     pub state: u64,
-    /// Kept states of the prefix cache. Its pages are among `kv`.
-    pub snapshots: u64,
 }
 
 impl MemoryBytes {
     /// All of them.
     pub fn total(&self) -> u64 {
-        self.weights + self.draft + self.kv + self.state + self.snapshots
+        self.weights + self.draft + self.kv + self.state
     }
 }
 
@@ -280,12 +279,8 @@ impl<D: Device> Engine<D> {
             weights: sum(&mut bufs(self.target.pass_weights()).chain(embed)),
             draft: sum(&mut drafts().flat_map(|(d, _)| bufs(d.pass_weights())).chain(codebooks)),
             kv: sum(&mut pools.flat_map(|kv| [kv.keys, kv.values])),
-            state: sum(&mut cells.flat_map(|c| [c.history, c.state, c.pending])),
-            snapshots: sum(&mut self
-                .state
-                .cells
-                .iter()
-                .flat_map(|c| [c.saved_state, c.saved_history])),
+            state: sum(&mut cells
+                .flat_map(|c| [c.history, c.state, c.pending, c.saved_state, c.saved_history])),
         }
     }
 
@@ -365,6 +360,38 @@ impl<D: Device> Engine<D> {
     pub(crate) fn copy_page(&mut self, from: u32, to: u32) {
         let draft_pools = self.draft.iter().flat_map(|(_, draft)| &draft.kv);
         copy_page(&mut self.dev, self.state.kv.iter().chain(draft_pools), from, to);
+    }
+
+    /// The buffers of one page, of all pools.
+    pub(crate) fn page_buffers(&self, page: u32) -> Vec<Buf> {
+        let bufs = self.pools().flat_map(|pool| {
+            let of = |buf: Buf| buf.rows(page as usize, 1, page_bytes(pool));
+            [of(pool.keys), of(pool.values)]
+        });
+        bufs.collect()
+    }
+
+    /// Appends buffers' bytes, one after the other.
+    pub(crate) fn read_all(&mut self, bufs: &[Buf], bytes: &mut Vec<u8>) {
+        for buf in bufs {
+            let start = bytes.len();
+            bytes.resize(start + buf.bytes, 0);
+            self.dev.read(*buf, &mut bytes[start..]);
+        }
+    }
+
+    /// Writes what [`Engine::read_all`] read.
+    ///
+    /// # Panics
+    /// If there are not as many bytes.
+    pub(crate) fn write_all(&mut self, bufs: &[Buf], bytes: &[u8]) {
+        assert_eq!(bufs.iter().map(|buf| buf.bytes).sum::<usize>(), bytes.len());
+        let mut rest = bytes;
+        for buf in bufs {
+            let (now, later) = rest.split_at(buf.bytes);
+            self.dev.write(*buf, now);
+            rest = later;
+        }
     }
 
     /// Keeps what a lane remembers besides its pages. Rows that are pending are taken up first, which

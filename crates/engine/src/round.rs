@@ -73,6 +73,15 @@ impl Round {
         &self.tokens[..self.count]
     }
 
+    /// A round that no engine made.
+    #[cfg(test)]
+    pub(crate) fn made(emitted: &[u32], proposed: usize, ended: bool) -> Round {
+        let mut tokens = [0; Accept::MAX_ROWS];
+        tokens[..emitted.len()].copy_from_slice(emitted);
+        let (count, degenerate, logprobs) = (emitted.len(), false, Vec::new());
+        Round { tokens, count, proposed, degenerate, ended, logprobs }
+    }
+
     pub(crate) fn of(result: &LaneResult<'_>) -> Round {
         let mut tokens = [0; Accept::MAX_ROWS];
         tokens[..result.tokens.len()].copy_from_slice(result.tokens);
