@@ -285,7 +285,7 @@ impl<D: Device> Engine<D> {
     }
 
     /// Runs on `dev` every kind of op that this engine will run: of a prefill pass, whole and at its
-    /// smallest, and of a round with the drafter and without.
+    /// smallest, and of a round with the drafter and without, of one lane and of all.
     pub fn rehearse(&self, dev: &mut dyn Device) {
         let (target, s) = (&self.target, &self.scratch);
         for rows in [self.options.chunk, PAGE_TOKENS, 1] {
@@ -295,16 +295,21 @@ impl<D: Device> Engine<D> {
                 model::draft_context(dev, draft, state, s.features, lanes);
             }
         }
-        for rows in [self.block, 1] {
-            let lanes = self.lanes(rows);
-            model::forward(dev, target, &self.state, s, lanes, Commit::Deferred, 0..rows);
-            if let Some((draft, state)) = self.draft.as_ref().filter(|_| rows == self.block) {
+        model::take_up(dev, target, &self.state, s, self.lanes(1));
+        for (count, each) in [(1, self.block), (1, 1), (self.options.slots, self.block)] {
+            let step = self.step.slice(0, count * size_of::<LaneStep>());
+            let lanes = Lanes { step, count, rows: count * each, max_rows: each };
+            model::forward(dev, target, &self.state, s, lanes, Commit::Deferred, 0..lanes.rows);
+            if let Some((draft, state)) = self.draft.as_ref().filter(|_| each == self.block) {
                 model::draft_context(dev, draft, state, s.features, lanes);
                 model::draft_block(dev, draft, target, state, lanes);
                 dev.run(&self.buffers.top_k(state, target, lanes));
                 dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
             }
-            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, false, lanes));
+            for masked in [false, true] {
+                dev.run(&self.buffers.accept(target, s.ids, None, s.logits, masked, lanes));
+            }
+            dev.run(&self.buffers.likeliest(target, s.logits, lanes));
         }
     }
 

@@ -152,6 +152,24 @@ impl Pipeline {
         self.read.clear();
     }
 
+    /// The slots of the rounds on the device, or else of those read and not handed over.
+    pub(crate) fn flight(&self, slots: &mut Vec<u32>) {
+        slots.clear();
+        if self.in_flight > 0 {
+            slots.extend(self.places.iter().map(|place| place.slot));
+        } else {
+            slots.extend(self.read.iter().map(|(slot, _)| *slot));
+            slots.sort_unstable();
+            slots.dedup();
+        }
+    }
+
+    /// Nothing that was enqueued or read counts any more.
+    pub(crate) fn reset(&mut self) {
+        (self.in_flight, self.resident) = (0, false);
+        self.read.clear();
+    }
+
     /// The slots of the rounds on the device.
     pub(crate) fn flight(&self) -> impl Iterator<Item = u32> + '_ {
         let places = if self.in_flight > 0 { self.places.as_slice() } else { &[] };

@@ -150,8 +150,12 @@ fn nothing_else_decides_what_a_request_gets() {
         let restarted = run(&second, &cases, tokens, &format!("{cell:?} restarted"));
         for (i, (cold, again)) in cold.iter().zip(&restarted).enumerate() {
             let cache = &again.done().cache;
-            let expected = (cases[i].prompt.len() - 1, CacheSource::Disk);
-            assert_eq!((cache.tokens, cache.source), expected, "prompt {i}: {}", cache.miss);
+            // Less than a page is not worth a look at the disk.
+            let known = cases[i].prompt.len() - 1;
+            if known >= ops::PAGE_TOKENS {
+                let expected = (known, CacheSource::Disk);
+                assert_eq!((cache.tokens, cache.source), expected, "prompt {i}: {}", cache.miss);
+            }
             assert_eq!(rounds(cold), rounds(again), "{cell:?}: rounds of prompt {i}");
         }
     }

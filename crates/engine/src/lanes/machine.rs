@@ -135,8 +135,7 @@ impl<D: Device> Machine for Engine<D> {
     }
 
     fn flight(&self, slots: &mut Vec<u32>) {
-        slots.clear();
-        slots.extend(self.pipeline.flight());
+        self.pipeline.flight(slots);
     }
 
     fn submit(

@@ -268,7 +268,8 @@ impl<M: Machine> Core<M> {
     }
 
     /// Takes a job back in that another core left waiting.
-    pub(crate) fn resume(&mut self, job: Job) {
+    pub(crate) fn resume(&mut self, mut job: Job) {
+        job.loading = None;
         self.waiting.push(job);
     }
 

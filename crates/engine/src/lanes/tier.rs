@@ -131,10 +131,12 @@ impl<M: Machine> Core<M> {
         synced.or_else(|error| self.note_failure(error))
     }
 
-    /// Whether a checkpoint came from disk.
-    pub(super) fn is_from_disk(&self, id: CheckpointId) -> bool {
-        let serial = self.cache.serial(id);
-        self.tier.as_ref().is_some_and(|tier| tier.loaded.iter().any(|&l| Some(l) == serial))
+    /// Whether a checkpoint came from disk and is gone on from for the first time.
+    pub(super) fn is_from_disk(&mut self, id: CheckpointId) -> bool {
+        let (serial, Some(tier)) = (self.cache.serial(id), &mut self.tier) else { return false };
+        let before = tier.loaded.len();
+        tier.loaded.retain(|&loaded| Some(loaded) != serial);
+        tier.loaded.len() < before
     }
 
     /// Notes a checkpoint to be written to disk.
