@@ -164,18 +164,6 @@ impl Pipeline {
         }
     }
 
-    /// Nothing that was enqueued or read counts any more.
-    pub(crate) fn reset(&mut self) {
-        (self.in_flight, self.resident) = (0, false);
-        self.read.clear();
-    }
-
-    /// The slots of the rounds on the device.
-    pub(crate) fn flight(&self) -> impl Iterator<Item = u32> + '_ {
-        let places = if self.in_flight > 0 { self.places.as_slice() } else { &[] };
-        places.iter().map(|place| place.slot)
-    }
-
     /// Rounds of a slot that were not handed over.
     pub(crate) fn in_flight(&self, slot: u32) -> usize {
         let read = self.read.iter().filter(|(of, _)| *of == slot).count();

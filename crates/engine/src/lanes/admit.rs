@@ -102,13 +102,12 @@ impl<M: Machine> Core<M> {
     fn beginning(&mut self, found: &Found, count: usize) -> Option<Beginning> {
         if let Some(hit) = found.hit
             && let Some((snapshot, chain, tail)) = self.cache.open(hit.id)
+            && let Some(own) = self.take_pages(count - chain.len(), Some(hit.id))
         {
-            if let Some(own) = self.take_pages(count - chain.len(), Some(hit.id)) {
-                chain.iter().for_each(|&page| self.pages.share(page));
-                let copy = tail.map(|from| (from, own[0]));
-                let pages = [chain, own].concat();
-                return Some(Beginning { pages, restore: Some((hit, snapshot, copy)) });
-            }
+            chain.iter().for_each(|&page| self.pages.share(page));
+            let copy = tail.map(|from| (from, own[0]));
+            let pages = [chain, own].concat();
+            return Some(Beginning { pages, restore: Some((hit, snapshot, copy)) });
         }
         let pages = self.take_pages(count, None)?;
         Some(Beginning { pages, restore: None })

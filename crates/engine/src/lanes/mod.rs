@@ -178,7 +178,7 @@ impl<M: Machine> Core<M> {
     pub(crate) fn step(&mut self, clock: Clock<'_>) -> Result<bool, Lost> {
         self.expire(clock());
         self.machine.flight(&mut self.flight);
-        self.from_disk()?;
+        self.poll_disk()?;
         if self.retire()? | self.admit(clock)? {
             // Whoever asks to come in sees at once that there is room.
             return Ok(true);
@@ -340,7 +340,7 @@ impl<M: Machine> Core<M> {
         if end
             || running.job.request.boundaries.iter().any(|b| b / PAGE_TOKENS == len / PAGE_TOKENS)
         {
-            self.to_disk(serial);
+            self.note_for_disk(serial);
         }
         Ok(())
     }

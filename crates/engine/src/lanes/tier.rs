@@ -71,7 +71,7 @@ impl<M: Machine> Core<M> {
     }
 
     /// Takes in what came from disk.
-    pub(super) fn from_disk(&mut self) -> Result<(), Lost> {
+    pub(super) fn poll_disk(&mut self) -> Result<(), Lost> {
         let Some(tier) = &mut self.tier else { return Ok(()) };
         let alive = tier.disk.is_alive();
         let came = tier.disk.poll();
@@ -140,7 +140,7 @@ impl<M: Machine> Core<M> {
     }
 
     /// Notes a checkpoint to be written to disk.
-    pub(super) fn to_disk(&mut self, serial: u64) {
+    pub(super) fn note_for_disk(&mut self, serial: u64) {
         let Some(tier) = &mut self.tier else { return };
         if tier.backlog.len() == BACKLOG {
             tier.backlog.pop_front();

@@ -79,7 +79,6 @@ struct Sim {
     asked: HashMap<RequestId, Asked>,
     next_id: u64,
     ended: u64,
-    hits: u64,
 }
 
 /// Breaks now and then.
@@ -135,7 +134,6 @@ impl Sim {
             asked: HashMap::new(),
             next_id: 1,
             ended: 0,
-            hits: 0,
         };
         sim.core = Some(sim.fresh_core());
         sim
