@@ -12,6 +12,7 @@ pub mod generate;
 pub mod inspect;
 pub mod interrupt;
 pub mod local;
+pub mod memory;
 pub mod profile;
 pub mod progress;
 pub mod run;

@@ -234,8 +234,33 @@ fn gated_delta_net(
     commit: Commit,
 ) {
     let (rows, b) = (lanes.rows, &s.gdn);
-    let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
     linear(dev, s.xn, rows, &[(w.qkv, b.qkv), (w.z, b.z), (w.b, b.b), (w.a, b.a)]);
+    let (prepare, delta) = recurrence(m, w, cell, s, lanes, commit);
+    let dim = prepare.geometry.value_dim;
+    let norm =
+        GatedNorm { x: b.mixed, gate: b.z, weight: w.norm, out: b.gated, rows, dim, eps: m.eps };
+    match commit {
+        Commit::Deferred => dev.run(&GdnMix { prepare, delta, norm }),
+        Commit::Immediate => {
+            dev.run(&prepare);
+            dev.run(&delta);
+            dev.run(&norm);
+        }
+    }
+    add_linear(dev, b.gated, rows, w.out, s.x);
+}
+
+/// Convolution and recurrence of the projected rows.
+fn recurrence(
+    m: &Target,
+    w: &GdnWeights,
+    cell: &Cell,
+    s: &Scratch,
+    lanes: Lanes,
+    commit: Commit,
+) -> (GdnPrepare, GatedDelta) {
+    let b = &s.gdn;
+    let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
     let prepare = GdnPrepare {
         qkv: b.qkv,
         a: b.a,
@@ -268,18 +293,20 @@ fn gated_delta_net(
         block: cell.block,
         commit,
     };
-    let dim = geometry.value_dim;
-    let norm =
-        GatedNorm { x: b.mixed, gate: b.z, weight: w.norm, out: b.gated, rows, dim, eps: m.eps };
-    match commit {
-        Commit::Deferred => dev.run(&GdnMix { prepare, delta, norm }),
-        Commit::Immediate => {
+    (prepare, delta)
+}
+
+/// A pass of lanes without rows, which only takes up what is pending. `lanes` counts one row, which
+/// no lane owns.
+pub fn take_up(dev: &mut dyn Device, m: &Target, state: &State, s: &Scratch, lanes: Lanes) {
+    for layer in &m.layers {
+        if let Mixer::GatedDelta(c, w) = &layer.mixer {
+            let cell = &state.cells[*c];
+            let (prepare, delta) = recurrence(m, w, cell, s, lanes, Commit::Immediate);
             dev.run(&prepare);
             dev.run(&delta);
-            dev.run(&norm);
         }
     }
-    add_linear(dev, b.gated, rows, w.out, s.x);
 }
 
 /// SwiGLU over `scratch.xn`, added to the residual stream.
