@@ -253,6 +253,7 @@ fn gated_delta_net(
         state: cell.state,
         pending: cell.pending,
         out: b.mixed,
+        scratch: b.chunks,
         lanes,
         geometry,
         block: cell.block,

@@ -116,6 +116,7 @@ impl<'a> Bench<'a> {
             commit,
         };
         let out = buf(rows * g.values(), 0.0);
+        let scratch = buf(GatedDelta::scratch_bytes(rows, 1, &g) / 4, 0.0);
         let layers = (0..shape.layers)
             .map(|_| GatedDelta {
                 q: prepare.q,
@@ -126,6 +127,7 @@ impl<'a> Bench<'a> {
                 state: buf(GatedDelta::state_bytes(&g) / 4, 0.01),
                 pending: buf(GatedDelta::pending_bytes(&g, block) / 4, 0.01),
                 out,
+                scratch,
                 lanes,
                 geometry: g,
                 block,
