@@ -153,39 +153,42 @@ __device__ __forceinline__ void finish_values(Shared& shared, const Tile& tile, 
     phase_arrive(shared_address(&shared.values_full[stage]));
 }
 
-// Values are handed over a page late, when the next page's keys are, so that nobody waits for memory; but those of a
-// page that not all rows see are wanted together with its scores.
+// Nothing that a product waits for waits itself for a later product: a page's keys are stored as soon as there is
+// room for them, and its values, which are wanted only after its scores, are handed over after the next page's keys,
+// when they have arrived without anybody waiting. But values of a page that not all rows see are wanted together with
+// its scores.
 __device__ __forceinline__ void copy_pages(
     Shared& shared, const Tile& tile, const u16* keys, const u16* values, const u32* pool_pages) {
     u32 thread = threadIdx.x, pages = tile.last_page + 1 - tile.first_page;
-    u32 page_elements = PAGE_TOKENS * DIM;
-    u64 block = ((u64)pool_pages[tile.first_page] * KV_HEADS + tile.kv_head) * page_elements;
+    auto block_of = [&](u32 n) {
+        return ((u64)pool_pages[tile.first_page + n] * KV_HEADS + tile.kv_head) * (PAGE_TOKENS * DIM);
+    };
     bool late = false;
     Words words;
+    u64 block = block_of(0);
     load_keys(words, keys + block, thread);
     for (u32 n = 0; n < pages; n++) {
         u32 stage = n % STAGES, parity = (n / STAGES & 1) ^ 1, first = (tile.first_page + n) * PAGE_TOKENS;
-        phase_wait(shared_address(&shared.values_empty[stage]), parity);
-        u32 from = max(tile.first_start, first) - first, to = min(tile.last_end, first + PAGE_TOKENS) - first;
-        copy_values(shared.values[stage], values + block, thread, from, to);
-        copies_commit();
         phase_wait(shared_address(&shared.keys_empty[stage]), parity);
         store_keys(shared.keys[stage], words, thread);
         fence_shared_async();
         phase_arrive(shared_address(&shared.keys_full[stage]));
-        if (n + 1 < pages) {
-            block = ((u64)pool_pages[tile.first_page + n + 1] * KV_HEADS + tile.kv_head) * page_elements;
-            load_keys(words, keys + block, thread);
-        }
+        u64 next = n + 1 < pages ? block_of(n + 1) : block;
+        if (n + 1 < pages) load_keys(words, keys + next, thread);
         if (late) {
-            copies_wait<1>();
+            copies_wait<0>();
             finish_values(shared, tile, n - 1, thread);
         }
+        phase_wait(shared_address(&shared.values_empty[stage]), parity);
+        u32 from = max(tile.first_start, first) - first, to = min(tile.last_end, first + PAGE_TOKENS) - first;
+        copy_values(shared.values[stage], values + block, thread, from, to);
+        copies_commit();
         late = n + 1 < pages && !partial(tile, tile.first_page + n);
         if (!late) {
             copies_wait<0>();
             finish_values(shared, tile, n, thread);
         }
+        block = next;
     }
 }
 
@@ -210,6 +213,13 @@ struct Softmax {
     u32 start[2], end[2];
     float max[2], sum[2];
 };
+
+// 2^x, to two units in the last place; 0 for what would be subnormal.
+__device__ __forceinline__ float exp2_or_zero(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // Scores to weights relative to the rows' new maxima. `factor`: what the sums so far are multiplied by.
 __device__ __forceinline__ void weigh(
@@ -237,13 +247,13 @@ __device__ __forceinline__ void weigh(
         max = fmaxf(rows.max[half], max * scale);
         // Before the first key that a row sees, all its scores are -inf.
         float base = max == NEG_INF ? 0.0f : max;
-        factor[half] = exp2_fast(rows.max[half] - base);
+        factor[half] = exp2_or_zero(rows.max[half] - base);
         rows.max[half] = max;
         float sum = extra[half];
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             float& x = s[i / 2 * 4 + 2 * half + i % 2];
-            x = exp2_fast(__fmaf_rn(x, scale, -base));
+            x = exp2_or_zero(__fmaf_rn(x, scale, -base));
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {

@@ -99,10 +99,14 @@ __device__ __forceinline__ u32 key_head_of(u32 head) {
 #define SQUARE_ROW (CHUNK + 4)
 #define SPARE_ROW (CHUNK / 2 + 4)
 
+// Columns of K and Q that are in shared memory at a time: a panel where there are such.
+#define SOME (KEY_DIM % 64 == 0 ? 64 : KEY_DIM)
+#define SOME_PART (2 * CHUNK * SOME * 2)
+
 struct Prepared {
     union {
-        // K and Q; once they are multiplied, the rest.
-        __align__(128) u8 keys[KEY_BYTES];
+        // Of K and Q; once they are multiplied, the rest.
+        __align__(128) u8 keys[2 * SOME_PART];
         struct {
             u8 p[2 * SQUARE];
             float square[CHUNK][SQUARE_ROW];
@@ -113,46 +117,47 @@ struct Prepared {
     float beta[CHUNK];
 };
 
-// K and Q of a chunk, to shared memory and to scratch.
-__device__ void load_keys(Prepared& shared, u8* to, const float* k, const float* q, u64 row0, u32 rows, u32 key_head) {
-    for (u32 i = threadIdx.x; i < 2 * CHUNK * PIECES; i += THREADS) {
-        u32 which = i / (CHUNK * PIECES), row = i / PIECES % CHUNK, piece = i % PIECES;
+// Columns of K and Q of a chunk, to shared memory and to scratch.
+__device__ __forceinline__ void load_keys(
+    Prepared& shared, u8* to, const float* k, const float* q, u64 row0, u32 rows, u32 key_head, u32 columns) {
+#pragma unroll 2
+    for (u32 i = threadIdx.x; i < 2 * CHUNK * SOME / 8; i += THREADS) {
+        u32 which = i / (CHUNK * SOME / 8), row = i / (SOME / 8) % CHUNK, piece = i % (SOME / 8);
         uint4 hi = make_uint4(0, 0, 0, 0), lo = hi;
         if (row < rows) {
-            const float4* from = (const float4*)((which ? q : k) + (row0 + row) * KEYS + key_head * KEY_DIM + piece * 8);
+            u64 at = (row0 + row) * KEYS + key_head * KEY_DIM + columns + piece * 8;
+            const float4* from = (const float4*)((which ? q : k) + at);
             float4 x = from[0], y = from[1];
             halve(hi.x, lo.x, x.x, x.y);
             halve(hi.y, lo.y, x.z, x.w);
             halve(hi.z, lo.z, y.x, y.y);
             halve(hi.w, lo.w, y.z, y.w);
         }
-        u32 at = key_at(which * CHUNK + row, piece);
-        *(uint4*)(shared.keys + at) = hi;
-        *(uint4*)(shared.keys + at + KEY_PART) = lo;
-        *(uint4*)(to + at) = hi;
-        *(uint4*)(to + at + KEY_PART) = lo;
+        u32 here = key_at(which * CHUNK + row, piece), there = here + columns / 64 * PANEL;
+        *(uint4*)(shared.keys + here) = hi;
+        *(uint4*)(shared.keys + here + SOME_PART) = lo;
+        *(uint4*)(to + there) = hi;
+        *(uint4*)(to + there + KEY_PART) = lo;
     }
 }
 
-// The lower triangle of K Kᵀ (warps 0 to 3) or Q Kᵀ: 16 rows of a warp.
-__device__ __forceinline__ void correlate(float (&d)[CHUNK / 8][4], const Prepared& shared) {
+// d += the lower triangle of K Kᵀ (warps 0 to 3) or Q Kᵀ: 16 rows of a warp.
+__device__ __forceinline__ void correlate(float (&d)[CHUNK / 2], const Prepared& shared) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % 4;
     u32 keys = shared_address(shared.keys), mine = warp / 4 * CHUNK + 16 * band;
-#pragma unroll
-    for (int i = 0; i < CHUNK / 2; i++) d[i / 4][i % 4] = 0.0f;
-    for (u32 step = 0; step < KEY_DIM / 16; step++) {
+    for (u32 step = 0; step < SOME / 16; step++) {
         u32 hi[4], lo[4];
         u32 at = keys + key_at(mine + lane % 16, 2 * step + lane / 16);
         load_matrices(hi, at);
-        load_matrices(lo, at + KEY_PART);
+        load_matrices(lo, at + SOME_PART);
 #pragma unroll
         for (int p = 0; p < CHUNK / 16; p++) {
             if (p > band) continue;
             Pair b[1];
             at = keys + key_at(16 * p + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2);
             load_matrices(b[0].hi, at);
-            load_matrices(b[0].lo, at + KEY_PART);
-            float* const to[1] = {&d[2 * p][0]};
+            load_matrices(b[0].lo, at + SOME_PART);
+            float* const to[1] = {d + 8 * p};
             multiply<1>(to, hi, lo, b);
         }
     }
@@ -179,22 +184,25 @@ __device__ __forceinline__ void load_gates(Prepared& shared, const float* g, con
 }
 
 // square = beta K Kᵀ ∘ D below the diagonal, else 0 (warps 0 to 3); P = Q Kᵀ ∘ D (the others).
-__device__ __forceinline__ void decay(Prepared& shared, const float (&d)[CHUNK / 8][4]) {
-    u32 warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+__device__ __forceinline__ void decay(Prepared& shared, const float (&d)[CHUNK / 2]) {
+    u32 warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, band = warp % 4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        u32 row = 16 * (warp % 4) + 8 * half + g;
+        u32 row = 16 * band + 8 * half + g;
         double sum = shared.sums[row];
         float beta = shared.beta[row];
 #pragma unroll
         for (int tile = 0; tile < CHUNK / 8; tile++) {
-            float x[2];
+            float x[2] = {0.0f, 0.0f};
+            if (tile <= 2 * band + half) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u32 column = 8 * tile + 2 * t + i;
-                bool seen = warp < 4 ? column < row : column <= row;
-                // A difference of sums: neither factor of it alone would be finite.
-                x[i] = seen ? expf((float)(sum - shared.sums[column])) * d[tile][2 * half + i] : 0.0f;
+                for (int i = 0; i < 2; i++) {
+                    u32 column = 8 * tile + 2 * t + i;
+                    bool seen = warp < 4 ? column < row : column <= row;
+                    // A difference of sums: neither factor of it alone would be finite.
+                    float by = expf(seen ? (float)(sum - shared.sums[column]) : NEG_INF);
+                    x[i] = seen ? by * d[4 * tile + 2 * half + i] : 0.0f;
+                }
             }
             if (warp < 4) {
                 *(float2*)&shared.square[row][8 * tile + 2 * t] = make_float2(beta * x[0], beta * x[1]);
@@ -278,7 +286,7 @@ __device__ __forceinline__ void invert(Prepared& shared) {
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(
+extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare(
     const float* q, const float* k, const float* g, const float* beta, u8* scratch, const LaneStep* steps, u32 lanes) {
     extern __shared__ __align__(128) u8 raw[];
     Prepared& shared = *(Prepared*)raw;
@@ -295,10 +303,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(
     u64 row0 = steps[lane].row0 + first;
     u8* of_chunk = scratch + (u64)blockIdx.x * CHUNK_BYTES;
 
-    load_keys(shared, of_chunk + key_head * KEY_BYTES, k, q, row0, rows, key_head);
-    __syncthreads();
-    float d[CHUNK / 8][4];
-    correlate(d, shared);
+    float d[CHUNK / 2];
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; i++) d[i] = 0.0f;
+    for (u32 columns = 0; columns < KEY_DIM; columns += SOME) {
+        if (columns > 0) __syncthreads();
+        load_keys(shared, of_chunk + key_head * KEY_BYTES, k, q, row0, rows, key_head, columns);
+        __syncthreads();
+        correlate(d, shared);
+    }
     for (u32 member = 0; member < GROUP; member++) {
         u32 head = TILED ? key_head + member * KEY_HEADS : key_head * GROUP + member;
         u8* to = of_chunk + KEY_HEADS * KEY_BYTES + head * VALUE_BYTES;

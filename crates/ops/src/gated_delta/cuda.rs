@@ -131,5 +131,6 @@ const PANEL_ALIGN: usize = 1024;
 /// `Prepared` in `chunk.cu`.
 fn prepare_bytes(key_dim: usize) -> usize {
     let squares = 4 * (PAGE_TOKENS * PAGE_TOKENS + PAGE_TOKENS * (PAGE_TOKENS + 4) + 32 * 36);
-    key_bytes(key_dim).max(squares) + 12 * PAGE_TOKENS
+    let columns = if key_dim.is_multiple_of(64) { 64 } else { key_dim };
+    key_bytes(columns).max(squares) + 12 * PAGE_TOKENS
 }

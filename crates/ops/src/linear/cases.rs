@@ -263,17 +263,22 @@ fn more_rows_than_lanes_have() {
 fn many_rows_of_exact_weights() {
     let weight = |o: usize, i: usize| ((7 * o + 3 * i + o * i / 5) % 16) as u8;
     let scale = |o: usize| (0.25 * [1.0, -2.0, 8.0][o % 3], [0.0, -1.5, 3.0, 0.5][o % 4]);
+    let check = |dtype: ScaleDtype, (rows, n, k): (usize, usize, usize)| {
+        conformance(&format!("linear of exact weights {rows}x{n}x{k}"), exact(), |b| {
+            let weight = scaled_codes((n, k), dtype, scale, weight).weight(b);
+            let x = b.normal_values(rows * k, 2.0);
+            let x = b.act(&x, rows, k, ActDtype::I8);
+            let out = b.out_f32("out", rows * n);
+            Linear::new(x, rows, &[LinearPart { weight, out, add: false }])
+        });
+    };
     for dtype in [ScaleDtype::Bf16, ScaleDtype::F16, ScaleDtype::F32] {
-        for (rows, n, k) in [(66, 50, 64), (384, 70, 64), (150, 270, 320), (321, 33, 1088)] {
-            conformance(&format!("linear of exact weights {rows}x{n}x{k}"), exact(), |b| {
-                let weight = scaled_codes((n, k), dtype, scale, weight).weight(b);
-                let x = b.normal_values(rows * k, 2.0);
-                let x = b.act(&x, rows, k, ActDtype::I8);
-                let out = b.out_f32("out", rows * n);
-                Linear::new(x, rows, &[LinearPart { weight, out, add: false }])
-            });
+        for shape in [(66, 50, 64), (384, 70, 64), (150, 270, 320), (321, 33, 1088)] {
+            check(dtype, shape);
         }
     }
+    // More than a wave of blocks of 128 rows on a large card, but not of 160.
+    check(ScaleDtype::Bf16, (315, 11_400, 64));
 }
 
 /// More than the processors of a large card hold sums for at a time.

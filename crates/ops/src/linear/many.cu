@@ -43,6 +43,7 @@ __device__ __forceinline__ void weights_of_unit(u32 (&a)[4][4], const Unit& w) {
         }
     }
 }
+
 extern "C" __global__ void __launch_bounds__(384, 1)
 linear_many(const u8* x, u32 x_stride, u32 rows, u32 k, u32 adds, const u8* w0, float* out0, u32 n0, const u8* w1, float* out1, u32 n1,
             const u8* w2, float* out2, u32 n2, const u8* w3, float* out3, u32 n3) {
