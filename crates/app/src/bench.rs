@@ -16,7 +16,7 @@ const ROUNDS: usize = 64;
 const WARM_UP: usize = 4;
 /// Tokens of the prompt before decoding.
 const PROMPT: usize = 64;
-const PREFILLS: [usize; 2] = [512, 4096];
+const PREFILLS: [usize; 4] = [512, 2048, 8192, 32_768];
 const REPEATS: usize = 3;
 
 /// Milliseconds of repeated measurements.

@@ -1,4 +1,4 @@
-//! Times of the token-mixing ops at the 27B shape, next to the time that their bytes or flops need.
+//! Times of the token-mixing ops and of prefill's matrix products at the 27B shape, next to the time that their bytes or flops need.
 //!
 //! `mix_bench [decode|gdn|prefill|…]`: the lines whose name contains one of the words.
 
@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use cuda::{Cuda, Options};
+use ops::linear::Source;
 use ops::{
-    Attention, Buf, Commit, Device, GatedDelta, GdnGeometry, GdnPrepare, HeadMap, KvPool, LaneStep,
-    Lanes, Op, PAGE_TOKENS,
+    Act, ActDtype, Attention, Buf, Commit, Device, GatedDelta, GdnGeometry, GdnPrepare, HeadMap,
+    KvPool, LaneStep, Lanes, Linear, LinearPart, Op, PAGE_TOKENS, ScaleDtype, Weight,
 };
 
 const HEADS: usize = 24;
@@ -173,6 +174,7 @@ impl Bench {
         let (v, out) =
             (self.floats(total * GDN.values(), 1.0), self.alloc(4 * total * GDN.values()));
         let (g, beta) = (self.floats(total * heads, 0.01), self.floats(total * heads, 0.5));
+        let scratch = self.alloc(GatedDelta::scratch_bytes(total, count, &GDN));
         let qkv = self.floats(total * GDN.channels(), 1.0);
         let conv = self.floats(4 * GDN.channels(), 0.5);
         let (decay, dt_bias) = (self.floats(heads, 1.0), self.floats(heads, 1.0));
@@ -192,6 +194,7 @@ impl Bench {
                 state,
                 pending,
                 out,
+                scratch,
                 lanes,
                 geometry,
                 block: BLOCK,
@@ -235,6 +238,51 @@ impl Bench {
     }
 }
 
+impl Bench {
+    /// An affine 4-bit matrix: 64 random rows again and again.
+    fn weight(&mut self, n: usize, k: usize) -> Weight {
+        const ROWS: usize = 64;
+        let noisy = |count: usize, f: &dyn Fn(f32) -> f32| -> Vec<u8> {
+            let half = |i| (f(noise(i)).to_bits() >> 16) as u16;
+            (0..count).flat_map(|i| half(i).to_le_bytes()).collect()
+        };
+        let codes: Vec<u8> = (0..ROWS * k / 2).map(|i| (noise(i) * 128.0) as i8 as u8).collect();
+        let scales = noisy(ROWS * k / 64, &|x| 0.002 + 0.001 * x);
+        let biases = noisy(ROWS * k / 64, &|x| -0.015 + 0.001 * x);
+        let (bits, group, scale) = (4, 64, ScaleDtype::Bf16);
+        let source =
+            Source::Mlx { bits, group, scale, codes: &codes, scales: &scales, biases: &biases };
+        let format = source.check(ROWS, k).expect("a sound matrix");
+        let mut packed = vec![0; format.packed_bytes(ROWS, k).expect("a size")];
+        let order = self.dev.info().tiles;
+        source.pack_piece(order, (ROWS, k), 0, &mut packed).expect("whole tiles");
+        let buf = self.alloc(format.packed_bytes(n, k).expect("a size"));
+        self.dev.upload(buf, packed.len(), &|_, _, part| part.copy_from_slice(&packed[..part.len()]));
+        Weight { buf, format, n, k }
+    }
+
+    /// Products of `rows` rows of `k` inputs with matrices of `outputs`.
+    fn linear(&mut self, name: &str, rows: usize, k: usize, outputs: &[usize], layers: usize) {
+        if !self.wanted(name) {
+            return;
+        }
+        let x = Act { buf: self.halves(rows * k), width: k, dtype: ActDtype::Bf16 };
+        let mut ops: Vec<Box<dyn Op>> = Vec::new();
+        for _ in 0..layers {
+            let part = |n: &usize| LinearPart {
+                weight: self.weight(*n, k),
+                out: self.alloc(4 * rows * n),
+                add: false,
+            };
+            let parts: Vec<LinearPart> = outputs.iter().map(part).collect();
+            ops.push(Box::new(Linear::new(x, rows, &parts)));
+        }
+        let flops = 2.0 * rows as f64 * k as f64 * outputs.iter().sum::<usize>() as f64;
+        self.time(name, &ops, flops / MATRIX);
+        self.dev.reset().expect("a card that still answers");
+    }
+}
+
 /// A pseudo-random number in −1..1.
 fn noise(i: usize) -> f32 {
     let mut z = (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -267,6 +315,17 @@ fn main() {
     {
         let name = format!("decode gdn {lanes} x {rows}, {pending} pending");
         bench.gdn(&name, (lanes, rows), pending, Commit::Deferred, 48 / lanes.min(8));
+    }
+    for rows in [512, 2048] {
+        for (what, k, outputs) in [
+            ("gdn in", 5120, &[10_240, 6144, 48, 48][..]),
+            ("attention in", 5120, &[12_288, 1024, 1024]),
+            ("out", 6144, &[5120]),
+            ("gate and up", 5120, &[17_408, 17_408]),
+            ("down", 17_408, &[5120]),
+        ] {
+            bench.linear(&format!("prefill linear {rows} {what}"), rows, k, outputs, 3);
+        }
     }
     for (rows, pos) in [(2048, 0), (2048, 6144), (2048, 30_720), (8192, 0)] {
         bench.attention(&format!("prefill attention {rows} at {pos}"), (1, rows), pos, 2);

@@ -1,6 +1,6 @@
 //! The wave of activations: every intermediate buffer of a pass, allocated once.
 
-use ops::{Act, ActDtype, Attention, Buf, Device, DeviceError, GdnGeometry};
+use ops::{Act, ActDtype, Attention, Buf, Device, DeviceError, GatedDelta, GdnGeometry};
 
 use crate::target::Target;
 
@@ -108,6 +108,8 @@ pub struct AttentionScratch {
 pub struct GdnScratch {
     /// `[R, channels]`.
     pub qkv: Buf,
+    /// See [`GatedDelta::scratch_bytes`]. Shares memory with `qkv`, which nothing reads by then.
+    pub chunks: Buf,
     /// `[R, values]`.
     pub z: Buf,
     /// `[R, value_heads]`.
@@ -140,6 +142,9 @@ pub struct MlpScratch {
     /// `[R, intermediate]` activations.
     pub act: Act,
 }
+
+/// The most lanes of one prefill pass.
+const PREFILL_LANES: usize = 8;
 
 /// Hands out consecutive parts of a buffer; without one, only measures.
 struct Cut {
@@ -184,8 +189,12 @@ fn gdn(c: &mut Cut, s: &ScratchShape) -> GdnScratch {
     let of = |f: fn(&GdnGeometry) -> usize| s.gdn.as_ref().map_or(0, f);
     let (keys, values) = (of(GdnGeometry::keys), of(GdnGeometry::values));
     let (channels, heads) = (of(GdnGeometry::channels), of(|g| g.value_heads));
+    let qkv = 4 * r * channels;
+    let chunks = s.gdn.as_ref().map_or(0, |g| GatedDelta::scratch_bytes(r, PREFILL_LANES, g));
+    let first = c.take(qkv.max(chunks));
     GdnScratch {
-        qkv: c.f32(r, channels),
+        qkv: first.slice(0, qkv),
+        chunks: first.slice(0, chunks),
         z: c.f32(r, values),
         b: c.f32(r, heads),
         a: c.f32(r, heads),

@@ -288,6 +288,7 @@ fn recurrence(
         state: cell.state,
         pending: cell.pending,
         out: b.mixed,
+        scratch: b.chunks,
         lanes,
         geometry,
         block: cell.block,

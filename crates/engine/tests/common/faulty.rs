@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
-use ops::{Buf, Counters, Device, DeviceError, DeviceInfo, Host, Op};
+use ops::{Buf, Counters, Device, DeviceError, DeviceInfo, Fill, Host, Op};
 
 /// What is to go wrong; shared with the test.
 #[derive(Debug, Default)]
@@ -60,7 +60,7 @@ impl Device for Faulty {
         self.inner.alloc(bytes, what)
     }
 
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
         self.inner.upload(buf, piece, fill);
     }
 

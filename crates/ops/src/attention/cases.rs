@@ -19,6 +19,9 @@ crate::testing::cases!(
     a_row_does_not_depend_on_its_neighbours,
     bits_do_not_depend_on_scratch,
     poison_stays_where_it_is_seen,
+    many_rows,
+    prefill_may_be_cut_on_the_grid,
+    poison_among_many_rows_stays_where_it_is_seen,
 );
 
 #[derive(Clone, Copy, Debug)]
@@ -341,6 +344,103 @@ fn poison_stays_where_it_is_seen() {
                 assert!(dirty.iter().all(|&x| f32::from_bits(x).is_nan()), "{label}: row {row}");
             } else {
                 assert_eq!(clean, dirty, "{label}: row {row}");
+            }
+        }
+        Ok(())
+    });
+}
+
+/// More rows than a round has: parts of prompts, for which devices may have other kernels.
+#[cfg_attr(test, test)]
+fn many_rows() {
+    let shape = Shape { heads: 6, kv_heads: 1, dim: 128, ..SHAPE };
+    for (pos, rows) in [(0, 65), (3, 130), (1000, 70), (64, 192)] {
+        check(shape, &[lane(0, pos, rows)]);
+    }
+    check(Shape { heads: 12, kv_heads: 2, dim: 256, ..SHAPE }, &[lane(1, 250, 100)]);
+    for (heads, kv_heads) in [(1, 1), (8, 2), (7, 1)] {
+        check(Shape { heads, kv_heads, ..shape }, &[lane(0, 20, 90)]);
+    }
+    check(shape, &[lane(2, 3, 8), lane(0, 300, 100), lane(1, 0, 0), lane(3, 127, 65)]);
+    for window in [Some(1), Some(50), Some(300)] {
+        for causal in [true, false] {
+            check(Shape { heads: 2, causal, window, ..shape }, &[lane(0, 500, 80)]);
+        }
+    }
+    check(Shape { heads: 2, causal: false, ..shape }, &[lane(0, 70, 80)]);
+}
+
+/// A lane of 330 rows from `pos` on, and passes of parts of it.
+#[cfg_attr(test, test)]
+fn prefill_may_be_cut_on_the_grid() {
+    const ROWS: usize = 330;
+    let shape = Shape { heads: 6, kv_heads: 2, dim: 128, ..SHAPE };
+    on_each_device("attention cut on the grid", |label, dev| {
+        for (pos, window) in [(0, None), (40, None), (200, Some(90))] {
+            let width = 4 * shape.heads * shape.dim;
+            let mut run = |cuts: &[usize], late: u32| {
+                let all = [lane(0, pos, ROWS as u32)];
+                let op = build(&mut Builder::new(dev), Shape { window, ..shape }, &all);
+                let mut first = 0;
+                for &rows in cuts {
+                    let pos = pos + first as u32 - late * u32::from(first > 0);
+                    let step = LaneStep { rows: rows as u32, pos, ..LaneStep::default() };
+                    dev.write(op.lanes.step, bytemuck::bytes_of(&step));
+                    let (q, out) = (op.q.rows(first, rows, width), op.out.rows(first, rows, width));
+                    let lanes = Lanes { rows, max_rows: rows, ..op.lanes };
+                    dev.run(&Attention { q, out, lanes, ..op });
+                    first += rows;
+                }
+                match dev.sync() {
+                    Err(DeviceError::Unsupported(why)) => return Err(why),
+                    other => other.expect("the passes"),
+                }
+                let mut bits = vec![0u8; op.out.bytes];
+                dev.read(op.out, &mut bits);
+                Ok(bits)
+            };
+            let whole = run(&[ROWS], 0)?;
+            // As far as the grid, then on.
+            let head = PAGE_TOKENS - pos as usize % PAGE_TOKENS;
+            for cuts in [[head + 64, 266 - head], [head + 192, 138 - head]] {
+                assert!(run(&cuts, 0)? == whole, "{label}: {cuts:?} at {pos}, {window:?}");
+                // A part one position too early must show.
+                assert!(run(&cuts, 1)? != whole, "{label}: {cuts:?} at {pos}, {window:?}, early");
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Keys and values of positions from 230 on are NaN: they spoil the rows there and no other.
+#[cfg_attr(test, test)]
+fn poison_among_many_rows_stays_where_it_is_seen() {
+    let (rows, bad) = (150, 230);
+    let shape = Shape { heads: 3, kv_heads: 1, dim: 128, ..SHAPE };
+    let list = [lane(0, 100, rows)];
+    on_each_device("attention with poison among many rows", |label, dev| {
+        let clean = bits(dev, |b| build(b, shape, &list))?;
+        for nan_keys in [true, false] {
+            let dirty = bits(dev, |b| {
+                let mut op = build(b, shape, &list);
+                let poisoned = pool(b, shape, &[(0, bad)]);
+                op.kv.values = poisoned.values;
+                if nan_keys {
+                    op.kv.keys = poisoned.keys;
+                }
+                let max_pages = op.kv.max_pages;
+                assert!(max_pages == poisoned.max_pages, "{label}: pools of {max_pages} pages");
+                op
+            })?;
+            let width = shape.heads * shape.dim;
+            let each = clean.chunks_exact(width).zip(dirty.chunks_exact(width)).enumerate();
+            for (row, (clean, dirty)) in each {
+                if 100 + row >= bad {
+                    let spoiled = dirty.iter().all(|&x| f32::from_bits(x).is_nan());
+                    assert!(spoiled, "{label}: row {row}");
+                } else {
+                    assert!(clean == dirty, "{label}: row {row}");
+                }
             }
         }
         Ok(())

@@ -5,6 +5,13 @@ use crate::kernel::{Arg, Card, Launch, Plan, Source};
 use crate::{Op, PAGE_TOKENS, Unsupported};
 
 const SPLIT: Source = Source { name: "attention/split.cu", text: include_str!("split.cu") };
+const FLASH: Source = Source {
+    name: "attention/flash.cu",
+    text: concat!(include_str!("../wgmma.cuh"), include_str!("flash.cu")),
+};
+
+/// More rows of a lane than a round has: a part of a prompt.
+const FEW_ROWS: usize = 64;
 
 /// Rows of the matrix products of one item of work: at most so many tiles of 16.
 const MAX_TILES: usize = 4;
@@ -13,9 +20,60 @@ const WARPS: u32 = 8;
 
 pub(super) fn plan(op: &Attention, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     op.check()?;
-    let split = Split::new(op, card)?;
-    split.push(op, card, plan);
+    let shared = flash_bytes(op.kv.head_dim);
+    let wide = op.kv.head_dim.is_multiple_of(128) && shared <= card.shared as usize;
+    if op.lanes.max_rows > FEW_ROWS && wide && card.arch == 90 {
+        flash(op, shared, plan);
+    } else {
+        let split = Split::new(op, card)?;
+        split.push(op, card, plan);
+    }
     Ok(())
+}
+
+/// What decides which keys a row sees.
+fn defines(op: &Attention) -> [(&'static str, i64); 5] {
+    [
+        ("HEADS", op.heads as i64),
+        ("KV_HEADS", op.kv.kv_heads as i64),
+        ("DIM", op.kv.head_dim as i64),
+        ("CAUSAL", i64::from(op.causal)),
+        ("WINDOW", op.window.map_or(0, |w| w.min(u32::MAX as usize) as i64)),
+    ]
+}
+
+/// What scores are multiplied by: for powers of two.
+pub(crate) fn scale(op: &Attention) -> Arg {
+    Arg::F32(op.scale * std::f32::consts::LOG2_E)
+}
+
+/// Many rows: see `flash.cu`.
+fn flash(op: &Attention, shared: usize, plan: &mut Plan) {
+    const ROWS: usize = 128;
+    let (kv, lanes) = (op.kv, op.lanes);
+    let [a, b, c, d, e] = defines(op);
+    let defines = [a, b, c, d, e, ("SHARED", shared as i64)];
+    // Each lane may have a tile that is not full.
+    let tiles = lanes.rows * (op.heads / kv.kv_heads) / ROWS + lanes.count;
+    let grid = [kv.kv_heads as u32, tiles as u32, 1];
+    let args = [
+        op.q.into(),
+        kv.keys.into(),
+        kv.values.into(),
+        kv.table.into(),
+        lanes.step.into(),
+        op.out.into(),
+        Arg::U32(lanes.count as u32),
+        Arg::U32(kv.max_pages as u32),
+        scale(op),
+    ];
+    plan.push(Launch::new(FLASH, "flash", &defines, grid, 384, &args).shared(shared as u32));
+}
+
+/// `Shared` in `flash.cu`: queries of two warpgroups, two pages of keys and two of values; barriers, and
+/// what it takes to start at a multiple of 1024.
+fn flash_bytes(dim: usize) -> usize {
+    6 * 2 * PAGE_TOKENS * dim + 2048
 }
 
 /// How few rows are split along their keys: see `split.cu`.
@@ -57,12 +115,13 @@ impl Split {
     }
 
     pub(crate) fn defines(&self, op: &Attention) -> [(&'static str, i64); 9] {
+        let [a, b, c, d, e] = defines(op);
         [
-            ("HEADS", op.heads as i64),
-            ("KV_HEADS", op.kv.kv_heads as i64),
-            ("DIM", op.kv.head_dim as i64),
-            ("CAUSAL", i64::from(op.causal)),
-            ("WINDOW", op.window.map_or(0, |w| w.min(u32::MAX as usize) as i64)),
+            a,
+            b,
+            c,
+            d,
+            e,
             ("ROWS", self.rows as i64),
             ("TILES", self.tiles as i64),
             ("UNITS", self.units as i64),
@@ -75,11 +134,6 @@ impl Split {
         let item = 4 * (op.kv.head_dim + 2) * self.rows * op.heads / op.kv.kv_heads;
         let capacity = (op.scratch.bytes / item) & !1;
         Arg::U32(capacity.min(u32::MAX as usize - 1) as u32)
-    }
-
-    /// What scores are multiplied by: for powers of two.
-    pub(crate) fn scale(op: &Attention) -> Arg {
-        Arg::F32(op.scale * std::f32::consts::LOG2_E)
     }
 
     /// One more warp keeps the ring full where there is a copy engine.
@@ -102,7 +156,7 @@ impl Split {
             count,
             Arg::U32(kv.max_pages as u32),
             capacity,
-            Split::scale(op),
+            scale(op),
         ];
         let blocks = [card.sms, 1, 1];
         let launch = Launch::new(SPLIT, "split", &defines, blocks, Split::threads(card), &args);

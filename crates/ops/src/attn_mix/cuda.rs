@@ -1,7 +1,7 @@
 //! Few rows of each lane in two launches; everything else as the parts.
 
 use super::AttnMix;
-use crate::attention::cuda::Split;
+use crate::attention::cuda::{Split, scale};
 use crate::attn_prepare::cuda::rope;
 use crate::geometry::must_align;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
@@ -82,7 +82,7 @@ fn fused(
         Arg::U32(kv.max_pages as u32),
         capacity,
         prepare.eps.into(),
-        Split::scale(attention),
+        scale(attention),
     ];
     let launch =
         Launch::new(KERNEL, "attend", &defines, [card.sms, 1, 1], Split::threads(card), &args);

@@ -29,7 +29,7 @@ mod host;
 use crate::gdn_prepare::{Commit, GdnGeometry, HeadMap};
 use crate::geometry::{f32_bytes, holds, records};
 use crate::kernel::{Card, Plan};
-use crate::{Bindings, Buf, Cost, Cpu, LaneStep, Lanes, Mem, Op, Unsupported};
+use crate::{Bindings, Buf, Cost, Cpu, Elements, LaneStep, Lanes, Mem, Op, Unsupported};
 
 /// Columns of a state tile.
 pub const TILE: usize = 16;
@@ -54,6 +54,8 @@ pub struct GatedDelta {
     pub pending: Buf,
     /// `[rows, values]` f32.
     pub out: Buf,
+    /// Working memory of an [`Commit::Immediate`] pass, [`GatedDelta::scratch_bytes`] long.
+    pub scratch: Buf,
     /// Rows and their lanes.
     pub lanes: Lanes,
     /// Heads.
@@ -76,6 +78,12 @@ impl GatedDelta {
     /// Bytes of one slot's pending rows, both halves.
     pub fn pending_bytes(g: &GdnGeometry, block: usize) -> usize {
         2 * 4 * block * (g.keys() + g.values() + g.value_heads)
+    }
+
+    /// Scratch for [`Commit::Immediate`] passes of up to `rows` rows of up to `lanes` lanes.
+    pub fn scratch_bytes(rows: usize, lanes: usize, g: &GdnGeometry) -> usize {
+        let chunk = g.key_heads * cuda::key_bytes(g.key_dim) + g.value_heads * cuda::VALUE_BYTES;
+        cuda::most_chunks(rows, lanes) * chunk
     }
 
     /// `count` tiles of a head's state, from tile `first`.
@@ -136,6 +144,9 @@ impl Op for GatedDelta {
         b.read("step", self.lanes.step);
         b.update("state", self.state);
         b.update("pending", self.pending);
+        if self.commit == Commit::Immediate {
+            b.write_as("scratch", self.scratch, Elements::Scratch);
+        }
         b.write("out", self.out);
     }
 
@@ -157,7 +168,12 @@ impl Op for GatedDelta {
         let sizes = [self.q, self.k].iter().all(|&x| holds(x, &[rows, g.keys()]))
             && [self.v, self.out].iter().all(|&x| holds(x, &[rows, g.values()]))
             && [self.g, self.beta].iter().all(|&x| holds(x, &[rows, g.value_heads]));
-        Unsupported::unless(sizes, op, || format!("{self:?}"), "matching buffer sizes")
+        Unsupported::unless(sizes, op, || format!("{self:?}"), "matching buffer sizes")?;
+        let (count, room) = (self.lanes.count, self.scratch.bytes);
+        let scratch =
+            self.commit == Commit::Deferred || room >= Self::scratch_bytes(rows, count, g);
+        let what = || format!("{room} bytes of scratch for {rows} rows of {count} lanes");
+        Unsupported::unless(scratch, op, what, "GatedDelta::scratch_bytes")
     }
 
     fn cost(&self) -> Cost {
@@ -192,8 +208,8 @@ impl Op for GatedDelta {
         host::run(self, mem, cpu);
     }
 
-    fn cuda(&self, _card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
-        cuda::plan(self, plan)
+    fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+        cuda::plan(self, card, plan)
     }
 }
 

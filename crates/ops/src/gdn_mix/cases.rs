@@ -2,7 +2,7 @@
 
 use super::GdnMix;
 use crate::gated_delta::cases::{BLOCK, pending};
-use crate::gdn_prepare::cases::{Lane, TINY, geometry, lanes};
+use crate::gdn_prepare::cases::{Lane, TINY, geometry, steps};
 use crate::gdn_prepare::{CONV_TAPS, Commit, GdnGeometry, HeadMap};
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
 use crate::{
@@ -46,13 +46,18 @@ fn build(
         b.updated_f32("state", state);
         b.updated_f32("pending", pending);
     }
-    let lanes = lanes(b, list);
+    let lanes = b.lanes(steps(list));
     let rows = lanes.rows;
     // Working memory, poisoned: whoever reads it has to have written it.
     let mut between = |width: usize| b.f32(&vec![f32::NAN; rows * width]);
     let (q, k, v) = (between(g.keys()), between(g.keys()), between(g.values()));
     let (log_decay, beta) = (between(heads), between(heads));
     let mixed = between(g.values());
+    let scratch = match commit {
+        Commit::Immediate => GatedDelta::scratch_bytes(rows, lanes.count, g),
+        Commit::Deferred => 0,
+    };
+    let scratch = b.bytes(&vec![0xFF; scratch]);
     b.reseed(1);
     let qkv = b.normal(rows * g.channels(), 1.0);
     b.reseed(2);
@@ -91,6 +96,7 @@ fn build(
             state,
             pending,
             out: mixed,
+            scratch,
             lanes,
             geometry,
             block,

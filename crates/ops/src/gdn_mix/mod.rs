@@ -1,7 +1,7 @@
 //! What mixes tokens in a GatedDeltaNet layer, as one op: [`GdnPrepare`], [`GatedDelta`], [`GatedNorm`].
 //!
 //! The definition is that of the parts, one after the other; so are the host's implementation and a
-//! prefill on CUDA. It exists for passes of few rows ([`Commit::Deferred`](crate::Commit::Deferred)), where three launches
+//! prefill on CUDA. It exists for passes of few rows ([`Commit::Deferred`]), where three launches
 //! that wait for one another take longer than their work: on CUDA they are one kernel, and what the
 //! previous pass left enters the state while the launch before still computes.
 //!
@@ -14,7 +14,8 @@ mod cuda;
 
 use crate::kernel::{Card, Plan};
 use crate::{
-    Bindings, Buf, Cost, Cpu, Elements, GatedDelta, GatedNorm, GdnPrepare, Mem, Op, Unsupported,
+    Bindings, Buf, Commit, Cost, Cpu, Elements, GatedDelta, GatedNorm, GdnPrepare, Mem, Op,
+    Unsupported,
 };
 
 /// See the module.
@@ -64,6 +65,9 @@ impl Op for GdnMix {
         b.update("pending", delta.pending);
         for (name, buf, _) in self.between() {
             b.write_as(name, buf, Elements::Scratch);
+        }
+        if delta.commit == Commit::Immediate {
+            b.write_as("scratch", delta.scratch, Elements::Scratch);
         }
         b.write_act("out", norm.out);
     }

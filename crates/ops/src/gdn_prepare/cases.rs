@@ -25,14 +25,15 @@ pub(crate) const TINY: GdnGeometry = geometry((6, 12), (64, 64));
 /// A lane of a pass: (rows, slot, pending, parity).
 pub(crate) type Lane = (u32, u32, u32, u32);
 
-pub(crate) fn lanes(b: &mut Builder, list: &[Lane]) -> Lanes {
-    b.lanes(list.iter().map(|&(rows, slot, pending, parity)| LaneStep {
+pub(crate) fn steps(list: &[Lane]) -> Vec<LaneStep> {
+    let step = |&(rows, slot, pending, parity): &Lane| LaneStep {
         rows,
         slot,
         pending,
         parity,
         ..LaneStep::default()
-    }))
+    };
+    list.iter().map(step).collect()
 }
 
 fn build(
@@ -51,7 +52,7 @@ fn build(
     if compare_history {
         b.updated_f32("history", history);
     }
-    let lanes = lanes(b, list);
+    let lanes = b.lanes(steps(list));
     let rows = lanes.rows;
     b.reseed(1);
     let qkv = b.normal(rows * channels, 1.0);

@@ -94,7 +94,7 @@ impl Sample {
     }
 }
 
-fn float(scale: ScaleDtype, value: f32) -> Vec<u8> {
+pub(crate) fn float(scale: ScaleDtype, value: f32) -> Vec<u8> {
     match scale {
         ScaleDtype::F32 => value.to_le_bytes().to_vec(),
         ScaleDtype::Bf16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
