@@ -15,6 +15,7 @@ pub mod local;
 pub mod profile;
 pub mod progress;
 pub mod run;
+pub mod serve;
 pub mod session;
 pub mod summary;
 pub mod terminal;

@@ -1,0 +1,6 @@
+//! `th-engine serve`: the OpenAI, Anthropic and Ollama APIs over one engine.
+
+pub mod api;
+pub mod errors;
+pub mod generation;
+pub mod record;
