@@ -11,6 +11,8 @@ use serde_json::{Map, Value};
 
 use super::errors::ApiError;
 use crate::text::chat::Message;
+use crate::text::grammar::ResponseFormat;
+use crate::text::tools::{Tool, ToolChoice};
 
 /// A request for answers to one prompt.
 #[derive(Clone, Debug)]
@@ -65,69 +67,6 @@ pub struct Chat {
     pub reasoning: Reasoning,
     /// Further variables of the chat template.
     pub template: Map<String, Value>,
-}
-
-/// A tool that the model may call.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Tool {
-    /// Its name.
-    pub name: String,
-    /// What it does.
-    pub description: Option<String>,
-    /// JSON schema of its arguments.
-    pub parameters: Value,
-    /// Whether arguments must obey the schema.
-    pub strict: bool,
-}
-
-impl Tool {
-    /// The definition as chat templates expect it.
-    pub fn definition(&self) -> Value {
-        let mut function = Map::new();
-        function.insert("name".into(), self.name.as_str().into());
-        if let Some(description) = &self.description {
-            function.insert("description".into(), description.as_str().into());
-        }
-        function.insert("parameters".into(), self.parameters.clone());
-        serde_json::json!({"type": "function", "function": function})
-    }
-}
-
-/// Which tools must be called.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum ToolChoice {
-    /// As the model likes.
-    #[default]
-    Auto,
-    /// None.
-    None,
-    /// At least one.
-    Required,
-    /// This one.
-    Named(String),
-}
-
-/// What an answer has to be.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub enum ResponseFormat {
-    /// Anything.
-    #[default]
-    Text,
-    /// A JSON object.
-    JsonObject,
-    /// A JSON document that a schema accepts.
-    JsonSchema {
-        /// The schema's name, for messages.
-        name: String,
-        /// The schema.
-        schema: Value,
-        /// Whether keywords that can't be enforced are refused.
-        strict: bool,
-    },
-    /// A text that a regular expression matches as a whole.
-    Regex(String),
-    /// A text of a grammar in Lark's notation.
-    Lark(String),
 }
 
 /// What ends an answer besides the model.

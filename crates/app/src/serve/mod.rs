@@ -3,4 +3,3 @@
 pub mod api;
 pub mod errors;
 pub mod generation;
-pub mod record;
