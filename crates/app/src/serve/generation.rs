@@ -52,6 +52,21 @@ pub enum Input {
     Tokens(Vec<u32>),
 }
 
+impl Input {
+    /// Roughly how much there is to prepare.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Input::Chat(chat) => {
+                let reasoning = |m: &Message| m.reasoning.as_ref().map_or(0, String::len);
+                let messages = chat.messages.iter().map(|m| m.content.len() + reasoning(m) + 64);
+                messages.sum::<usize>() + 1024 * chat.tools.len()
+            }
+            Input::Text(text) => text.len(),
+            Input::Tokens(_) => 0,
+        }
+    }
+}
+
 /// A conversation.
 #[derive(Clone, Debug, Default)]
 pub struct Chat {
@@ -100,6 +115,8 @@ pub enum Output {
         done: usize,
         /// Tokens of the prompt.
         total: usize,
+        /// Of these, tokens that need not be computed.
+        cached: usize,
     },
     /// New text of a choice.
     Delta {
@@ -199,8 +216,42 @@ pub enum FinishReason {
     Context,
     /// The answer ends with tool calls.
     ToolCalls,
-    /// The client left, or the server is leaving.
-    Cancelled,
-    /// The request's time was up.
-    Deadline,
+}
+
+/// A whole choice.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Whole {
+    /// What the model thought.
+    pub reasoning: String,
+    /// What it answered.
+    pub text: String,
+    /// What it called.
+    pub calls: Vec<Call>,
+    /// Log-probabilities of the answer's tokens, if asked for.
+    pub logprobs: Vec<TokenLogprob>,
+    /// How it ended.
+    pub end: End,
+}
+
+/// A whole tool call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Its id.
+    pub id: String,
+    /// The tool's name.
+    pub name: String,
+    /// The arguments as JSON text.
+    pub arguments: String,
+}
+
+impl Call {
+    /// Adds a piece to the calls so far.
+    pub fn add(calls: &mut Vec<Call>, delta: CallDelta) {
+        if let Some(CallBegin { id, name }) = delta.begin {
+            calls.push(Call { id, name, arguments: String::new() });
+        }
+        if let Some(call) = calls.get_mut(delta.index) {
+            call.arguments += &delta.arguments;
+        }
+    }
 }
