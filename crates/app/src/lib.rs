@@ -15,8 +15,10 @@ pub mod local;
 pub mod profile;
 pub mod progress;
 pub mod run;
+pub mod serve;
 pub mod session;
 pub mod summary;
+pub mod telemetry;
 pub mod terminal;
 pub mod text;
 

@@ -16,6 +16,7 @@ pub mod stats;
 pub mod store;
 pub mod timeline;
 pub mod trace_context;
+pub mod when;
 
 pub use record::{ErrorClass, Record};
 pub use recorder::{Recorder, RecorderOptions};

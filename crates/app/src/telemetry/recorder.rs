@@ -1,9 +1,9 @@
 //! The handle that the server gives finished requests to. It never waits: a record is either taken,
 //! and then written by a thread of its own, or counted as lost.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -88,7 +88,6 @@ struct Shared {
     waiting_bytes: AtomicUsize,
     bytes: AtomicU64,
     error: Mutex<Option<String>>,
-    closing: AtomicBool,
 }
 
 impl Recorder {
@@ -111,6 +110,7 @@ impl Recorder {
             let writer = Writer {
                 records,
                 shared,
+                metrics: recorder.metrics.clone(),
                 privacy: recorder.privacy.clone(),
                 options: recorder.store.clone(),
                 exporter: recorder.exporter.clone(),
@@ -126,6 +126,11 @@ impl Recorder {
                 Err(error) => recorder.shared.failed(format!("no thread for traces: {error}")),
             }
         }
+        let (shared, kept) = (recorder.shared.clone(), recorder.store.is_some());
+        // Metrics outlive the recorder, and must not keep the exporter from ending with it.
+        let exporter = recorder.exporter.as_ref().map_or_else(Weak::new, Arc::downgrade);
+        let health = move || shared.health(kept, exporter.upgrade().as_deref());
+        recorder.metrics.watch_store(Box::new(health));
         Arc::new(recorder)
     }
 
@@ -154,22 +159,7 @@ impl Recorder {
 
     /// How the store is doing.
     pub fn health(&self) -> StoreHealth {
-        let shared = &self.shared;
-        let error = shared.error.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        StoreHealth {
-            state: match (&self.store, &error) {
-                (None, _) => "off",
-                (Some(_), None) => "ok",
-                (Some(_), Some(_)) => "failing",
-            },
-            error,
-            written: shared.written.load(Ordering::Relaxed),
-            lost: shared.lost.load(Ordering::Relaxed),
-            waiting: shared.waiting.load(Ordering::Relaxed),
-            failures: shared.failures.load(Ordering::Relaxed),
-            bytes: shared.bytes.load(Ordering::Relaxed),
-            otlp: self.exporter.as_ref().map(|exporter| exporter.health()),
-        }
+        self.shared.health(self.store.is_some(), self.exporter.as_deref())
     }
 
     /// What was kept, to be read.
@@ -193,7 +183,6 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        self.shared.closing.store(true, Ordering::Relaxed);
         drop(self.queue.take());
         if let Some(writer) = self.writer.take() {
             // It panicked if this fails; the records it had are lost, and there is nobody to tell.
@@ -203,6 +192,24 @@ impl Drop for Recorder {
 }
 
 impl Shared {
+    fn health(&self, kept: bool, exporter: Option<&Exporter>) -> StoreHealth {
+        let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        StoreHealth {
+            state: match (kept, &error) {
+                (false, _) => "off",
+                (true, None) => "ok",
+                (true, Some(_)) => "failing",
+            },
+            error,
+            written: self.written.load(Ordering::Relaxed),
+            lost: self.lost.load(Ordering::Relaxed),
+            waiting: self.waiting.load(Ordering::Relaxed),
+            failures: self.failures.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            otlp: exporter.map(Exporter::health),
+        }
+    }
+
     fn left(&self, records: usize, bytes: usize) {
         self.waiting.fetch_sub(records, Ordering::Relaxed);
         self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -229,6 +236,7 @@ fn size(record: &Record) -> usize {
 struct Writer {
     records: Receiver<Message>,
     shared: Arc<Shared>,
+    metrics: Arc<Metrics>,
     privacy: Privacy,
     options: Option<StoreOptions>,
     exporter: Option<Arc<Exporter>>,
@@ -321,7 +329,13 @@ impl Writer {
         while !self.pending.is_empty() {
             let batch = self.pending.len().min(BATCH);
             store.insert(self.pending[..batch].iter_mut().map(|(record, _)| record))?;
-            let bytes = self.pending.drain(..batch).map(|(_, bytes)| bytes).sum();
+            let mut bytes = 0;
+            for (record, size) in self.pending.drain(..batch) {
+                bytes += size;
+                if record.retry_of.is_some() {
+                    self.metrics.suspected_retry(&record.model);
+                }
+            }
             self.shared.left(batch, bytes);
             self.shared.written.fetch_add(batch as u64, Ordering::Relaxed);
         }

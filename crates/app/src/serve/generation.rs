@@ -1,0 +1,206 @@
+//! What every API asks for and gets, in one shape.
+//!
+//! Each API turns its requests into a [`Generation`] and writes what [`super::answer`] makes of it,
+//! [`Output`]s, in its own words. Nothing here knows any API, and nothing below knows HTTP.
+
+use std::time::Duration;
+
+use engine::SamplingOptions;
+use engine::service::{CachePolicy, Done, Priority};
+use serde_json::{Map, Value};
+
+use super::errors::ApiError;
+use crate::text::chat::Message;
+use crate::text::grammar::ResponseFormat;
+use crate::text::tools::{Tool, ToolChoice};
+
+/// A request for answers to one prompt.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// What is answered or continued.
+    pub input: Input,
+    /// How many answers.
+    pub choices: usize,
+    /// How tokens are chosen. What is absent follows the model's own defaults.
+    pub sampling: SamplingOptions,
+    /// Texts that end an answer and are left out of it.
+    pub stop: Vec<String>,
+    /// What ends an answer otherwise.
+    pub limits: Limits,
+    /// How many alternatives each token reports besides its own log-probability.
+    pub logprobs: Option<usize>,
+    /// What the answer has to be.
+    pub response_format: ResponseFormat,
+    /// What may be reused of earlier requests.
+    pub cache: CachePolicy,
+    /// Who goes first.
+    pub priority: Priority,
+    /// Whether rounds may draft.
+    pub draft: bool,
+    /// Whether control tokens appear in the text.
+    pub keep_special: bool,
+}
+
+/// What is answered or continued.
+#[derive(Clone, Debug)]
+pub enum Input {
+    /// A conversation, through the model's chat template.
+    Chat(Chat),
+    /// A text that is continued as it stands; control tokens in it count.
+    Text(String),
+    /// The same as token ids.
+    Tokens(Vec<u32>),
+}
+
+/// A conversation.
+#[derive(Clone, Debug, Default)]
+pub struct Chat {
+    /// Its messages.
+    pub messages: Vec<Message>,
+    /// Tools that may be called.
+    pub tools: Vec<Tool>,
+    /// Which of them must be.
+    pub tool_choice: ToolChoice,
+    /// Whether one answer may hold several calls.
+    pub parallel_tool_calls: bool,
+    /// Whether and how much the model thinks first.
+    pub reasoning: Reasoning,
+    /// Further variables of the chat template.
+    pub template: Map<String, Value>,
+}
+
+/// What ends an answer besides the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// The most tokens; `None` is until the context is full.
+    pub max_tokens: Option<usize>,
+    /// The most time, from the request's arrival.
+    pub timeout: Option<Duration>,
+}
+
+/// Whether and how much the model thinks before it answers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reasoning {
+    /// `None` leaves it to the template.
+    pub enabled: Option<bool>,
+    /// A level, for templates that know levels.
+    pub effort: Option<String>,
+    /// The most tokens of reasoning, after which the block is closed.
+    pub budget: Option<usize>,
+}
+
+/// What becomes of a request.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// The first lane began.
+    Started,
+    /// How far the prompt has come.
+    Prefill {
+        /// Tokens so far, cached ones included.
+        done: usize,
+        /// Tokens of the prompt.
+        total: usize,
+    },
+    /// New text of a choice.
+    Delta {
+        /// Which choice.
+        choice: usize,
+        /// What is new.
+        delta: Delta,
+    },
+    /// A choice ended.
+    End {
+        /// Which choice.
+        choice: usize,
+        /// How.
+        end: End,
+    },
+    /// The request failed; nothing follows.
+    Failed(ApiError),
+}
+
+/// New text of a choice. Reasoning comes before text, and text before calls.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Delta {
+    /// What the model thinks.
+    pub reasoning: String,
+    /// What it answers.
+    pub text: String,
+    /// What it calls.
+    pub calls: Vec<CallDelta>,
+    /// Log-probabilities of the answer's tokens, if asked for.
+    pub logprobs: Vec<TokenLogprob>,
+}
+
+impl Delta {
+    /// Whether there is nothing new.
+    pub fn is_empty(&self) -> bool {
+        self.reasoning.is_empty()
+            && self.text.is_empty()
+            && self.calls.is_empty()
+            && self.logprobs.is_empty()
+    }
+}
+
+/// A piece of a tool call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallDelta {
+    /// Which call of the answer, from 0.
+    pub index: usize,
+    /// Id and name, in the first piece of a call only.
+    pub begin: Option<CallBegin>,
+    /// More of the arguments' JSON text.
+    pub arguments: String,
+}
+
+/// How a tool call begins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallBegin {
+    /// Its id.
+    pub id: String,
+    /// The tool's name.
+    pub name: String,
+}
+
+/// A token of the answer with its log-probability.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprob {
+    /// Its id.
+    pub id: u32,
+    /// The bytes it stands for.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+    /// The likeliest tokens in its place: id, bytes, log-probability.
+    pub top: Vec<(u32, Vec<u8>, f32)>,
+}
+
+/// How a choice ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct End {
+    /// Why.
+    pub finish: FinishReason,
+    /// The stop text that was met.
+    pub stop: Option<String>,
+    /// Tokens of reasoning.
+    pub reasoning_tokens: usize,
+    /// The engine's account.
+    pub done: Done,
+}
+
+/// Why a choice ended, as a client sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FinishReason {
+    /// The model ended its turn, a stop text was met, or a grammar is complete.
+    Stop,
+    /// The limit of tokens.
+    Length,
+    /// The context is full.
+    Context,
+    /// The answer ends with tool calls.
+    ToolCalls,
+    /// The client left, or the server is leaving.
+    Cancelled,
+    /// The request's time was up.
+    Deadline,
+}
