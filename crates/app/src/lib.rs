@@ -18,6 +18,7 @@ pub mod run;
 pub mod serve;
 pub mod session;
 pub mod summary;
+pub mod telemetry;
 pub mod terminal;
 pub mod text;
 

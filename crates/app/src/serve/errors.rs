@@ -13,46 +13,7 @@ use engine::service::{Refusal, RequestError};
 use serde_json::{Value, json};
 
 use super::api::Api;
-
-/// Kinds of failure, as counted and alarmed on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum ErrorClass {
-    /// Not allowed: key, host or origin.
-    Auth,
-    /// The request makes no sense.
-    BadRequest,
-    /// Nothing is there.
-    NotFound,
-    /// The prompt is too long.
-    ContextLength,
-    /// The caller asks too often.
-    RateLimited,
-    /// Too many wait, or the model is not loaded yet.
-    Overloaded,
-    /// Time was up.
-    Timeout,
-    /// The client left.
-    Cancelled,
-    /// The fault is here.
-    ServerError,
-}
-
-impl ErrorClass {
-    /// Its name in traces and metrics.
-    pub fn name(self) -> &'static str {
-        match self {
-            ErrorClass::Auth => "auth",
-            ErrorClass::BadRequest => "bad_request",
-            ErrorClass::NotFound => "not_found",
-            ErrorClass::ContextLength => "context_length",
-            ErrorClass::RateLimited => "rate_limited",
-            ErrorClass::Overloaded => "overloaded",
-            ErrorClass::Timeout => "timeout",
-            ErrorClass::Cancelled => "cancelled",
-            ErrorClass::ServerError => "server_error",
-        }
-    }
-}
+pub use crate::telemetry::record::ErrorClass;
 
 /// A request that was refused or failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
