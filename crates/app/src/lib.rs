@@ -23,7 +23,7 @@ pub mod terminal;
 pub mod text;
 
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use crate::answer::AnswerError;
@@ -79,7 +79,10 @@ impl From<AnswerError> for Failure {
 }
 
 /// Runs the program on a command line whose first item is its own name.
-pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) -> ExitCode {
+pub fn main_with(
+    args: impl IntoIterator<Item = OsString>,
+    loader: &'static dyn Loader,
+) -> ExitCode {
     let cli = match Cli::parse_checked(args) {
         Ok(cli) => cli,
         Err(error) => {
@@ -96,11 +99,18 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) 
     }
 }
 
-fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
-    let request = cli.load_request(&Surroundings::read()).map_err(Failure::Load)?;
+fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
+    let surroundings = Surroundings::read();
+    if let Command::Serve(args) = &cli.command
+        && args.print_config
+    {
+        return write!(std::io::stdout(), "{}", args.effective).map_err(Failure::write);
+    }
+    let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
     match &cli.command {
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
+        Command::Serve(args) => serve::run::run(loader, &request, args, &surroundings),
         Command::Inspect(args) => inspect::run(loader, &request, args),
         Command::Bench(args) => inspect::bench(loader, &request, args),
         Command::Profile(args) => inspect::profile(loader, &request, args),

@@ -1,6 +1,7 @@
 //! The engine on this machine, behind the seam of [`crate::generate`].
 
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -19,9 +20,10 @@ use crate::device::{Chosen, choose};
 use crate::forecast;
 use crate::generate::{
     DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded,
-    Loader, ModelRef, Prefill, Progress, Round, Section, TextSource,
+    Loader, ModelRef, Prefill, Progress, Round, Section, Serving, TextSource,
 };
 use crate::profile;
+use crate::serve::single_lane::SingleLane;
 use crate::text::gguf_vocab::GgufVocab;
 
 /// Tokens of context unless the request or the model says otherwise.
@@ -62,6 +64,46 @@ impl Loader for Local {
                 engine,
                 end: Some(Finish::Cancelled),
             }),
+        })
+    }
+
+    fn serve(
+        &self,
+        request: &LoadRequest,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> anyhow::Result<Serving> {
+        let sources = Sources::open(request)?;
+        let text = text_source(sources.target.tokenizer())?;
+        let (defaults, stop_tokens) = {
+            let generation = sources.target.generation();
+            (defaults(generation), generation.eos_token_ids.clone())
+        };
+        let (tell, told) = mpsc::channel();
+        let for_engine = request.clone();
+        let service = std::thread::spawn(move || {
+            SingleLane::start(move || {
+                let Chosen { dev, options, .. } = choose(&for_engine, &sources)?;
+                build(dev, options, &sources, &for_engine, &mut |progress| {
+                    // Nobody waits for news of a load that was given up.
+                    let _ = tell.send((progress.phase.to_owned(), progress.done_bytes, progress.total_bytes));
+                })
+            })
+        });
+        for (phase, done_bytes, total_bytes) in told {
+            progress(Progress { phase: &phase, done_bytes, total_bytes });
+        }
+        let service = service.join().unwrap_or_else(|_| anyhow::bail!("loading panicked"))?;
+        Ok(Serving {
+            service: Arc::new(service),
+            text,
+            model: name_of(&request.model),
+            draft: match &request.draft {
+                DraftRef::None => None,
+                DraftRef::Ngram => Some("ngram".to_owned()),
+                draft => Some(draft_name(draft)),
+            },
+            defaults,
+            stop_tokens,
         })
     }
 

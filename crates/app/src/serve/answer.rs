@@ -13,6 +13,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::choice::Choice;
 use super::errors::ApiError;
+use super::exchange::Exchange;
 use super::generation::{Call, Delta, End, Generation, Output, Whole};
 use super::model::Served;
 use super::prepare::{self, Prepared};
@@ -24,10 +25,10 @@ use super::prepare::{self, Prepared};
 pub fn begin(
     model: &Arc<Served>,
     generation: &Generation,
-    arrived: Instant,
+    exchange: &Exchange,
 ) -> Result<Answer, ApiError> {
     let sampler = prepare::sampler(model, generation)?;
-    let prepared = prepare::prompt(model, &generation.input)?;
+    let prepared = prepare::prompt(model, &generation.input, exchange)?;
     let (events, queue) = unbounded_channel();
     let mut answer = Answer {
         model: Arc::clone(model),
@@ -35,6 +36,7 @@ pub fn begin(
         choices: Vec::new(),
         running: Running { service: Arc::clone(&model.service), ids: Vec::new() },
         ready: VecDeque::new(),
+        exchange: exchange.clone(),
         started: false,
         cached: 0,
         over: false,
@@ -44,7 +46,7 @@ pub fn begin(
     };
     for index in 0..generation.choices {
         let sampler = sampler.choice(index as u32);
-        let request = prepare::request(model, generation, &answer.prepared, sampler, arrived)?;
+        let request = prepare::request(model, generation, &answer.prepared, sampler, exchange)?;
         let events = events.clone();
         let sink = Box::new(move |event| {
             // Nobody listens any more: the answer was dropped, and its requests are cancelled.
@@ -64,6 +66,7 @@ pub struct Answer {
     choices: Vec<Choice>,
     running: Running,
     ready: VecDeque<Output>,
+    exchange: Exchange,
     started: bool,
     /// Prompt tokens of the first choice that need not be computed.
     cached: usize,
@@ -142,6 +145,7 @@ impl Answer {
     }
 
     fn take(&mut self, index: usize, event: Event) {
+        self.exchange.observe(index, &event);
         match event {
             Event::Started { cache, .. } => {
                 if index == 0 {
@@ -157,7 +161,9 @@ impl Answer {
             }
             Event::Prefill { .. } => {}
             Event::Tokens { tokens, .. } => {
+                let begun = Instant::now();
                 let (delta, met) = self.choices[index].tokens(&tokens);
+                self.exchange.detokenised(index, begun.elapsed(), &delta.text);
                 if let (Some(keep), Some(id)) = (met, self.running.ids[index]) {
                     self.running.service.finish(id, keep);
                 }
@@ -167,6 +173,8 @@ impl Answer {
                 self.running.ids[index] = None;
                 match self.choices[index].end(done) {
                     Ok((delta, end)) => {
+                        let tools = self.choices[index].called();
+                        self.exchange.ended(end.finish.openai(), end.reasoning_tokens, tools);
                         self.give(index, delta);
                         self.ready.push_back(Output::End { choice: index, end });
                         self.over = self.running.ids.iter().all(Option::is_none);
@@ -190,6 +198,7 @@ impl Answer {
     fn fail(&mut self, error: ApiError) {
         self.over = true;
         self.running.cancel();
+        self.exchange.failed(&error);
         self.ready.push_back(Output::Failed(error));
     }
 }

@@ -1,6 +1,7 @@
 //! Bodies of requests: read within limits, parsed leniently, with all that was ignored named.
 
 use std::collections::BTreeSet;
+use std::time::Instant;
 
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
@@ -9,7 +10,8 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::errors::{ApiError, ErrorClass};
+use super::errors::ApiError;
+use crate::telemetry::ErrorClass;
 use super::exchange::Exchange;
 use super::state::App;
 
@@ -32,9 +34,10 @@ impl<T: RequestBody> FromRequest<App> for Json<T> {
 
     async fn from_request(request: Request, app: &App) -> Result<Json<T>, ApiError> {
         let exchange = request.extensions().get::<Exchange>().cloned();
+        let from = Instant::now();
         let bytes = read(request, app).await?;
         if let Some(exchange) = &exchange {
-            exchange.body(&bytes);
+            exchange.body(&bytes, from);
         }
         let (value, ignored) = parse(&bytes, T::UNSUPPORTED)?;
         if let Some(exchange) = &exchange {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use axum::http::StatusCode;
 use engine::service::{Done, Finish, Token};
 
-use super::errors::{ApiError, ErrorClass};
+use super::errors::ApiError;
+use crate::telemetry::ErrorClass;
 use super::generation::{Delta, End, FinishReason, Generation};
 use super::logprobs::Waiting;
 use super::model::Served;
@@ -24,7 +25,8 @@ pub struct Choice {
     /// The stop text that was met. What arrives after it is void.
     stop: Option<String>,
     logprobs: Option<Waiting>,
-    calls: usize,
+    /// Names of the tools called.
+    called: Vec<String>,
 }
 
 impl Choice {
@@ -46,7 +48,7 @@ impl Choice {
             reasoning_tokens: 0,
             stop: None,
             logprobs: generation.logprobs.map(|_| Waiting::default()),
-            calls: 0,
+            called: Vec::new(),
         }
     }
 
@@ -86,6 +88,11 @@ impl Choice {
         Ok((delta, End { finish, stop, reasoning_tokens, done }))
     }
 
+    /// Names of the tools called so far.
+    pub fn called(&self) -> Vec<String> {
+        self.called.clone()
+    }
+
     fn token(&mut self, token: &Token, delta: &mut Delta) {
         self.tokens += 1;
         if self.stop_tokens.contains(&token.id) {
@@ -121,7 +128,7 @@ impl Choice {
     fn finish(&self, finish: Finish) -> Result<FinishReason, ApiError> {
         match finish {
             _ if self.stop.is_some() => Ok(FinishReason::Stop),
-            Finish::Stop | Finish::Constraint if self.calls > 0 => Ok(FinishReason::ToolCalls),
+            Finish::Stop | Finish::Constraint if !self.called.is_empty() => Ok(FinishReason::ToolCalls),
             Finish::Stop | Finish::Constraint => Ok(FinishReason::Stop),
             Finish::Length => Ok(FinishReason::Length),
             Finish::Context => Ok(FinishReason::Context),

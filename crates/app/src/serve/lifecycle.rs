@@ -8,7 +8,8 @@ use axum::http::StatusCode;
 use engine::service::Health;
 use tokio::sync::watch;
 
-use super::errors::{ApiError, ErrorClass};
+use super::errors::ApiError;
+use crate::telemetry::ErrorClass;
 use super::model::Served;
 
 /// Loads the model; called again after it was released.

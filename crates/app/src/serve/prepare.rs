@@ -1,13 +1,15 @@
 //! From a [`Generation`] to the requests that the engine gets.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use engine::Sampler;
 use engine::service::{Constraint, Request};
 
 use super::errors::ApiError;
+use super::exchange::Exchange;
 use super::generation::{Chat, Generation, Input};
 use super::model::Served;
+use crate::telemetry::timeline::Stage;
 use crate::text::chat::{ChatError, ChatText, Prompt, TemplateOptions};
 use crate::text::grammar::ResponseFormat;
 use crate::text::reasoning::Start;
@@ -34,47 +36,41 @@ pub struct Prepared {
     pub start: Start,
     /// What was changed in the request, one sentence each.
     pub notes: Vec<String>,
-    /// Time to render the template.
-    pub template: Duration,
-    /// Time to turn text into tokens.
-    pub tokenize: Duration,
 }
 
 /// Renders and tokenises what a request asks to be answered.
-pub fn prompt(model: &Served, input: &Input) -> Result<Prepared, ApiError> {
+///
+/// # Errors
+/// If it can't be rendered or tokenised.
+pub fn prompt(model: &Served, input: &Input, exchange: &Exchange) -> Result<Prepared, ApiError> {
     match input {
-        Input::Chat(chat) => chat_prompt(model.text()?, chat),
+        Input::Chat(chat) => chat_prompt(model.text()?, chat, exchange),
         Input::Text(text) => {
             let begun = Instant::now();
             let ids = model.text()?.raw_ids(text).map_err(|e| tokenizer_error(&e))?;
-            Ok(raw(ids, begun.elapsed()))
+            exchange.stage(Stage::Tokenise, begun);
+            Ok(raw(ids))
         }
-        Input::Tokens(ids) => Ok(raw(ids.clone(), Duration::ZERO)),
+        Input::Tokens(ids) => Ok(raw(ids.clone())),
     }
 }
 
-fn raw(ids: Vec<u32>, tokenize: Duration) -> Prepared {
-    Prepared {
-        ids,
-        boundaries: Vec::new(),
-        start: Start::Answer,
-        notes: Vec::new(),
-        template: Duration::ZERO,
-        tokenize,
-    }
+fn raw(ids: Vec<u32>) -> Prepared {
+    Prepared { ids, boundaries: Vec::new(), start: Start::Answer, notes: Vec::new() }
 }
 
-fn chat_prompt(text: &ChatText, chat: &Chat) -> Result<Prepared, ApiError> {
+fn chat_prompt(text: &ChatText, chat: &Chat, exchange: &Exchange) -> Result<Prepared, ApiError> {
     let begun = Instant::now();
     let Prompt { text: rendered, start, mut notes } = render(text, chat)?;
-    let template = begun.elapsed();
+    exchange.stage(Stage::Template, begun);
+    let begun = Instant::now();
     let ids = text.tok().encode(&rendered).map_err(|e| tokenizer_error(&e))?;
-    let tokenize = begun.elapsed() - template;
+    exchange.stage(Stage::Tokenise, begun);
     let boundaries = boundaries(text.tok(), &ids);
     if chat.reasoning.enabled == Some(false) && start == Start::Reasoning {
         notes.push("thinking was asked to be off, but the chat template has no switch".into());
     }
-    Ok(Prepared { ids, boundaries, start, notes, template, tokenize })
+    Ok(Prepared { ids, boundaries, start, notes })
 }
 
 /// The rendered template of a conversation.
@@ -162,7 +158,7 @@ pub fn request(
     generation: &Generation,
     prepared: &Prepared,
     sampler: Sampler,
-    arrived: Instant,
+    exchange: &Exchange,
 ) -> Result<Request, ApiError> {
     let limits = generation.limits;
     Ok(Request {
@@ -175,7 +171,7 @@ pub fn request(
         constraint: constraint(generation)?,
         draft: generation.draft,
         priority: generation.priority,
-        deadline: limits.timeout.and_then(|timeout| arrived.checked_add(timeout)),
+        deadline: limits.timeout.and_then(|timeout| exchange.arrived().checked_add(timeout)),
         cache: generation.cache,
     })
 }

@@ -14,7 +14,8 @@ use axum::response::{IntoResponse, Response};
 use subtle::ConstantTimeEq;
 use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer, ExposeHeaders};
 
-use super::errors::{ApiError, ErrorClass};
+use super::errors::ApiError;
+use crate::telemetry::ErrorClass;
 use super::state::App;
 
 /// Routes that anyone may ask for: whether the server lives is no secret.

@@ -11,6 +11,7 @@ use super::lifecycle::{Lifecycle, Phase};
 use super::model::Served;
 use super::openai::store::Responses;
 use super::security::Security;
+use crate::telemetry::Recorder;
 
 /// The server, as handlers see it.
 pub type App = Arc<Server>;
@@ -25,6 +26,8 @@ pub struct Server {
     pub lifecycle: Arc<Lifecycle>,
     /// Replies that later requests refer to.
     pub responses: Responses,
+    /// Takes finished requests.
+    pub recorder: Arc<Recorder>,
     /// When the server began.
     pub begun: SystemTime,
 }
@@ -59,12 +62,18 @@ impl Default for Options {
 
 impl Server {
     /// A server around a model.
-    pub fn new(options: Options, security: Security, lifecycle: Arc<Lifecycle>) -> App {
+    pub fn new(
+        options: Options,
+        security: Security,
+        lifecycle: Arc<Lifecycle>,
+        recorder: Arc<Recorder>,
+    ) -> App {
         Arc::new(Server {
             options,
             security,
             lifecycle,
             responses: Responses::default(),
+            recorder,
             begun: SystemTime::now(),
         })
     }
@@ -112,13 +121,12 @@ impl Server {
             (Some(asked), Some(most)) => Some(asked.min(most)),
             (asked, most) => asked.or(most),
         };
-        exchange.generates(served, &generation, streams);
-        let arrived = exchange.arrived();
+        exchange.generates(&served.name, &generation, streams);
         let answer = if generation.input.bytes() <= PREPARED_INLINE {
-            answer::begin(served, &generation, arrived)?
+            answer::begin(served, &generation, exchange)?
         } else {
-            let served = Arc::clone(served);
-            let work = move || answer::begin(&served, &generation, arrived);
+            let (served, exchange) = (Arc::clone(served), exchange.clone());
+            let work = move || answer::begin(&served, &generation, &exchange);
             let done = tokio::task::spawn_blocking(work).await;
             done.map_err(|_| ApiError::server("internal", "preparing the prompt failed"))??
         };

@@ -13,7 +13,6 @@ macro_rules! generating_request {
     ($(#[$meta:meta])* pub struct $name:ident { $($own:tt)* }) => {
         $(#[$meta])*
         #[derive(Clone, Debug, Default, serde::Deserialize, utoipa::ToSchema)]
-        #[serde(default)]
         pub struct $name {
             $($own)*
             /// Randomness; 0 always takes the most likely token. Default: the model's.
@@ -140,7 +139,6 @@ pub struct LogitBias(pub BTreeMap<String, f32>);
 
 /// How an answer streams.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
-#[serde(default)]
 pub struct StreamOptions {
     /// Whether a last chunk tells the usage.
     pub include_usage: Option<bool>,
