@@ -237,6 +237,11 @@ impl Store {
         Ok(self.pragma("page_count")? * self.pragma("page_size")?)
     }
 
+    #[cfg(test)]
+    pub(super) fn limit_pages(&self, pages: u32) {
+        self.connection.pragma_update(None, "max_page_count", pages).unwrap();
+    }
+
     fn used_bytes(&self) -> Result<u64, StoreError> {
         let pages = self.pragma("page_count")?.saturating_sub(self.pragma("freelist_count")?);
         Ok(pages * self.pragma("page_size")?)
