@@ -14,6 +14,8 @@ pub mod request_trace;
 pub mod routes;
 pub mod stats;
 pub mod store;
+#[cfg(test)]
+mod testing;
 pub mod timeline;
 pub mod trace_context;
 pub mod when;

@@ -162,7 +162,7 @@ impl Poster {
             }
             let outcome = self.deliver(&request(&self.options, spans));
             let counter = if outcome.is_ok() { &self.shared.sent } else { &self.shared.lost };
-            counter.fetch_add(count, Ordering::Relaxed);
+            counter.fetch_add(count as u64, Ordering::Relaxed);
             self.shared.tell(outcome.err());
         }
     }

@@ -95,3 +95,62 @@ impl Drop for RequestTrace {
         self.recorder.record(record);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::metrics::Metrics;
+    use crate::telemetry::privacy::Privacy;
+    use crate::telemetry::recorder::RecorderOptions;
+    use crate::telemetry::testing::Scratch;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn kept(privacy: Privacy, course: impl FnOnce(&mut RequestTrace)) -> Record {
+        let scratch = Scratch::new();
+        let options = RecorderOptions { store: Some(scratch.store()), privacy, otlp: None };
+        let recorder = Recorder::start(options, Arc::new(Metrics::new()));
+        let context = TraceContext::root();
+        let mut trace = RequestTrace::begin(&recorder, &context, "/v1/messages");
+        course(&mut trace);
+        drop(trace);
+        assert!(recorder.flush(SOON));
+        let id = context.trace_id.to_string();
+        let mut records = recorder.reader().unwrap().get(&id).unwrap();
+        assert_eq!(records.len(), 1);
+        let record = records.remove(0);
+        assert_eq!((record.span_id, record.endpoint.as_str()), (context.span_id, "/v1/messages"));
+        record
+    }
+
+    #[test]
+    fn every_end_leaves_a_record() {
+        let left = kept(Privacy::default(), |_| {});
+        assert_eq!((left.outcome(), left.status), ("cancelled", CLIENT_CLOSED_REQUEST));
+        let answered = kept(Privacy::default(), |trace| {
+            trace.record.client = "curl".into();
+            trace.complete(200, Some("tool_calls"));
+        });
+        assert_eq!((answered.outcome(), answered.status), ("ok", 200));
+        assert_eq!(answered.finish.as_deref(), Some("tool_calls"));
+        let failed = kept(Privacy::default(), |trace| {
+            trace.fail(ErrorClass::ContextLength, 400, "context_length_exceeded", "too long");
+        });
+        assert_eq!((failed.outcome(), failed.status), ("context_length", 400));
+        assert_eq!(failed.error.unwrap().code, "context_length_exceeded");
+    }
+
+    #[test]
+    fn bodies_only_on_request() {
+        let course = |trace: &mut RequestTrace| {
+            trace.request_body(b"{\"prompt\":\"hi\"}");
+            trace.response_text("he");
+            trace.response_text("llo");
+            trace.complete(200, None);
+        };
+        assert_eq!(kept(Privacy::default(), course).bodies, None);
+        let privacy = Privacy { body_bytes: Some(100), ..Privacy::default() };
+        let bodies = kept(privacy, course).bodies.unwrap();
+        assert_eq!((bodies.request.as_str(), bodies.response.as_str()), ("{\"prompt\":\"hi\"}", "hello"));
+    }
+}

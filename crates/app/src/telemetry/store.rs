@@ -19,7 +19,7 @@ const RETRY_WITHIN: Duration = Duration::from_secs(600);
 /// How long another process's lock is waited for.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Rows deleted at once while the store is too big.
-const DELETE_ROWS: usize = 256;
+const DELETE_ROWS: u32 = 256;
 
 const SCHEMA: &str = "
     CREATE TABLE requests (
@@ -237,13 +237,18 @@ impl Store {
         Ok(self.pragma("page_count")? * self.pragma("page_size")?)
     }
 
+    #[cfg(test)]
+    pub(super) fn limit_pages(&self, pages: u32) {
+        self.connection.pragma_update(None, "max_page_count", pages).unwrap();
+    }
+
     fn used_bytes(&self) -> Result<u64, StoreError> {
         let pages = self.pragma("page_count")?.saturating_sub(self.pragma("freelist_count")?);
         Ok(pages * self.pragma("page_size")?)
     }
 
     fn pragma(&self, name: &str) -> Result<u64, StoreError> {
-        Ok(self.connection.pragma_query_value(None, name, |row| row.get(0))?)
+        Ok(self.connection.pragma_query_value(None, name, |row| row.get(0).map(unsigned))?)
     }
 }
 
@@ -372,7 +377,7 @@ impl Reader {
         );
         let mut records = Vec::new();
         self.each(&query, filter, |row| {
-            let mut record: Record = serde_json::from_str(row.get_ref(0)?.as_str().map_err(rusqlite::Error::from)?)?;
+            let mut record: Record = serde_json::from_str(text(row, 0)?)?;
             record.spans = Vec::new();
             records.push(record);
             Ok(())
@@ -423,7 +428,7 @@ impl Reader {
                 first_token_us: row.get::<_, Option<i64>>(2)?.map(unsigned),
                 client: row.get(3)?,
                 model: row.get(4)?,
-                error: ErrorClass::named(row.get_ref(5)?.as_str().map_err(rusqlite::Error::from)?),
+                error: ErrorClass::named(text(row, 5)?),
                 prompt: count(6)?,
                 cached: count(7)?,
                 output: count(8)?,
@@ -460,6 +465,10 @@ impl Reader {
         }
         Ok(())
     }
+}
+
+fn text<'a>(row: &'a Row<'_>, column: usize) -> Result<&'a str, StoreError> {
+    Ok(row.get_ref(column)?.as_str().map_err(rusqlite::Error::from)?)
 }
 
 fn version(connection: &Connection) -> Result<i64, StoreError> {

@@ -346,3 +346,7 @@ fn source(source: CacheSource) -> &'static str {
 pub(super) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+#[path = "timeline_tests.rs"]
+mod tests;
