@@ -124,7 +124,7 @@ impl Answer {
             self.choices.iter().map(|_| Default::default()).collect();
         while let Some(output) = self.next().await {
             match output {
-                Output::Started | Output::Prefill { .. } => {}
+                Output::Started { .. } | Output::Prefill { .. } => {}
                 Output::Delta { choice, delta } => {
                     let (text, calls, _) = &mut parts[choice];
                     text.reasoning += &delta.reasoning;
@@ -148,11 +148,11 @@ impl Answer {
         self.exchange.observe(index, &event);
         match event {
             Event::Started { cache, .. } => {
-                if index == 0 {
-                    self.cached = cache.tokens;
-                }
+                // All choices have one prompt; what the first one to begin found is what the request
+                // saved.
                 if !std::mem::replace(&mut self.started, true) {
-                    self.ready.push_back(Output::Started);
+                    self.cached = cache.tokens;
+                    self.ready.push_back(Output::Started { cached: cache.tokens });
                 }
             }
             // All choices have the same prompt; the first one speaks for them.

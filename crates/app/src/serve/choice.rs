@@ -7,15 +7,17 @@ use engine::service::{Done, Finish, Token};
 
 use super::errors::ApiError;
 use crate::telemetry::ErrorClass;
-use super::generation::{Delta, End, FinishReason, Generation};
+use super::generation::{CallBegin, CallDelta, Chat, Delta, End, FinishReason, Generation, Input};
+use super::ids;
 use super::logprobs::Waiting;
 use super::model::Served;
 use super::prepare::Prepared;
 use crate::text::chat::ChatText;
 use crate::text::stream::{self, OutputStream, StreamOptions};
+use crate::text::tools::{ToolChoice, ToolDelta, ToolParser};
 
 /// Follows one choice.
-pub struct Choice {
+pub(super) struct Choice {
     /// `None` for a model without a tokenizer: there are tokens, and no text.
     text: Option<(Arc<ChatText>, OutputStream)>,
     stop_tokens: Vec<u32>,
@@ -25,13 +27,15 @@ pub struct Choice {
     /// The stop text that was met. What arrives after it is void.
     stop: Option<String>,
     logprobs: Option<Waiting>,
+    /// Finds calls; `None` if there are no tools, and then what looks like a call is text.
+    tools: Option<ToolParser>,
     /// Names of the tools called.
     called: Vec<String>,
 }
 
 impl Choice {
     /// A choice at its beginning.
-    pub fn new(model: &Served, generation: &Generation, prepared: &Prepared) -> Choice {
+    pub(super) fn new(model: &Served, generation: &Generation, prepared: &Prepared) -> Choice {
         let options = StreamOptions {
             stops: generation.stop.clone(),
             start: prepared.start,
@@ -48,13 +52,14 @@ impl Choice {
             reasoning_tokens: 0,
             stop: None,
             logprobs: generation.logprobs.map(|_| Waiting::default()),
+            tools: parser(&generation.input),
             called: Vec::new(),
         }
     }
 
     /// Takes a round's tokens. With the token that completes a stop text, says how many tokens of
     /// the answer count.
-    pub fn tokens(&mut self, tokens: &[Token]) -> (Delta, Option<usize>) {
+    pub(super) fn tokens(&mut self, tokens: &[Token]) -> (Delta, Option<usize>) {
         let mut delta = Delta::default();
         for token in tokens {
             if self.stop.is_some() {
@@ -72,13 +77,18 @@ impl Choice {
     ///
     /// # Errors
     /// If it did not end by itself.
-    pub fn end(&mut self, done: Done) -> Result<(Delta, End), ApiError> {
+    pub(super) fn end(&mut self, done: Done) -> Result<(Delta, End), ApiError> {
         let mut delta = Delta::default();
         if let Some((_, stream)) = &mut self.text
             && self.stop.is_none()
         {
             let rest = stream.finish();
             self.give(rest, &mut delta);
+        }
+        if let Some(tools) = &mut self.tools {
+            let mut found = Vec::new();
+            tools.finish(&mut found);
+            found.into_iter().for_each(|piece| take(piece, &mut self.called, &mut delta));
         }
         if let (None, Some(waiting)) = (&self.stop, &mut self.logprobs) {
             delta.logprobs.extend(waiting.release());
@@ -89,7 +99,7 @@ impl Choice {
     }
 
     /// Names of the tools called so far.
-    pub fn called(&self) -> Vec<String> {
+    pub(super) fn called(&self) -> Vec<String> {
         self.called.clone()
     }
 
@@ -121,8 +131,14 @@ impl Choice {
 
     fn give(&mut self, new: stream::Delta, delta: &mut Delta) {
         delta.reasoning += &new.reasoning;
-        delta.text += &new.answer;
         self.stop = new.stop;
+        let Some(tools) = &mut self.tools else {
+            delta.text += &new.answer;
+            return;
+        };
+        let mut found = Vec::new();
+        tools.push(&new.answer, &mut found);
+        found.into_iter().for_each(|piece| take(piece, &mut self.called, delta));
     }
 
     fn finish(&self, finish: Finish) -> Result<FinishReason, ApiError> {
@@ -144,5 +160,28 @@ impl Choice {
                  ask for fewer tokens",
             )),
         }
+    }
+}
+
+fn parser(input: &Input) -> Option<ToolParser> {
+    let Input::Chat(Chat { tools, tool_choice, .. }) = input else { return None };
+    let may_call = !tools.is_empty() && *tool_choice != ToolChoice::None;
+    may_call.then(|| ToolParser::new(tools, ids::fresh("call_")))
+}
+
+/// Adds a piece of the answer to what is new. Text between calls follows them in the text.
+fn take(piece: ToolDelta, called: &mut Vec<String>, delta: &mut Delta) {
+    match piece {
+        ToolDelta::Text(text) => delta.text += &text,
+        ToolDelta::Begin { index, id, name } => {
+            called.push(name.clone());
+            let begin = Some(CallBegin { id, name });
+            delta.calls.push(CallDelta { index, begin, arguments: String::new() });
+        }
+        ToolDelta::Arguments { index, fragment } => match delta.calls.last_mut() {
+            Some(call) if call.index == index => call.arguments += &fragment,
+            _ => delta.calls.push(CallDelta { index, begin: None, arguments: fragment }),
+        },
+        ToolDelta::End { .. } => {}
     }
 }

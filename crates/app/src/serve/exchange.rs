@@ -167,7 +167,9 @@ impl Exchange {
 
     fn mark(&self, headers: &mut HeaderMap) {
         if let Ok(id) = HeaderValue::try_from(self.id()) {
-            REQUEST_IDS.map(|name| headers.insert(name, id.clone()));
+            for name in REQUEST_IDS {
+                headers.insert(name, id.clone());
+            }
         }
         self.open(|open| {
             let ignored: Vec<&str> = open.ignored.iter().map(String::as_str).collect();

@@ -108,7 +108,10 @@ pub struct Reasoning {
 #[derive(Clone, Debug)]
 pub enum Output {
     /// The first lane began.
-    Started,
+    Started {
+        /// Prompt tokens that need not be computed.
+        cached: usize,
+    },
     /// How far the prompt has come.
     Prefill {
         /// Tokens so far, cached ones included.

@@ -6,6 +6,7 @@
 //! [`generation::Output`]s, which the API writes in its own words, whole or as a stream.
 
 pub mod answer;
+pub mod anthropic;
 pub mod api;
 pub mod args;
 pub mod body;
@@ -20,6 +21,7 @@ pub mod lifecycle;
 pub mod listen;
 pub mod logprobs;
 pub mod model;
+pub mod ollama;
 pub mod openai;
 pub mod prepare;
 pub mod router;
@@ -29,3 +31,6 @@ pub mod single_lane;
 pub mod state;
 pub mod stream;
 pub mod text;
+
+#[cfg(test)]
+mod tests;

@@ -14,7 +14,7 @@ use utoipa_axum::routes;
 
 use super::errors::{self, ApiError};
 use super::state::App;
-use super::{exchange, health, openai, security, text};
+use super::{anthropic, exchange, health, ollama, openai, security, text};
 use crate::telemetry::ErrorClass;
 
 /// The description of all routes.
@@ -32,6 +32,8 @@ pub fn router(app: App) -> Router {
     let document = axum::Json(document);
     let routes = routes
         .merge(crate::telemetry::routes::routes(app.recorder.clone()))
+        // Repository ids have a slash, which a path of one segment can't say.
+        .route("/v1/models/{owner}/{name}", get(openai::models::show_model_of_owner))
         .route("/openapi.json", get(move || async move { document }))
         .fallback(unknown)
         .method_not_allowed_fallback(wrong_method);
@@ -56,6 +58,14 @@ fn documented() -> OpenApiRouter<App> {
         .routes(routes!(openai::completions::completions))
         .routes(routes!(openai::models::list_models))
         .routes(routes!(openai::models::show_model))
+        .routes(routes!(anthropic::messages::messages))
+        .routes(routes!(anthropic::messages::count_tokens))
+        .routes(routes!(ollama::chat::chat))
+        .routes(routes!(ollama::generate::generate))
+        .routes(routes!(ollama::about::tags))
+        .routes(routes!(ollama::about::show))
+        .routes(routes!(ollama::about::running))
+        .routes(routes!(ollama::about::version))
         .routes(routes!(text::tokenize))
         .routes(routes!(text::detokenize))
         .routes(routes!(text::apply_template))

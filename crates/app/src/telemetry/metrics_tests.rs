@@ -110,8 +110,9 @@ fn the_service_is_told_as_it_is_now() {
     let metrics = Metrics::new();
     assert!(!metrics.text().contains("th_engine_lanes"));
     // A service that was loaded again takes the place of the one before.
-    metrics.watch_service(Arc::new(Figures));
-    metrics.watch_service(Arc::new(Figures));
+    let figures: Arc<dyn engine::service::Service> = Arc::new(Figures);
+    metrics.watch_service(&figures);
+    metrics.watch_service(&figures);
     let (samples, types) = parse(&metrics.text());
     for (name, value) in [
         ("th_engine_serving", 1.0),

@@ -107,7 +107,7 @@ impl Writer for ChatWriter {
 
     fn output(&mut self, output: Output, out: &mut String) {
         match output {
-            Output::Started => {}
+            Output::Started { .. } => {}
             Output::Prefill { done, total, cached } if self.progress => {
                 let time_ms = self.begun.elapsed().as_secs_f64() * 1e3;
                 let progress = PromptProgress { total, cache: cached, processed: done, time_ms };

@@ -275,7 +275,7 @@ impl Writer for CompletionWriter {
 
     fn output(&mut self, output: Output, out: &mut String) {
         match output {
-            Output::Started | Output::Prefill { .. } => {}
+            Output::Started { .. } | Output::Prefill { .. } => {}
             Output::Delta { choice: index, delta } => {
                 let offset = &mut self.offsets[index];
                 let logprobs = self.logprobs.then(|| CompletionLogprobs::of(delta.logprobs, offset));

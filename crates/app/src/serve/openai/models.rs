@@ -91,7 +91,7 @@ pub async fn list_models(State(app): State<App>) -> Result<Json<ModelList>, ApiE
     Ok(Json(list(&app, &served)))
 }
 
-/// Describes a model. Names may have slashes.
+/// Describes a model.
 #[utoipa::path(get, path = "/v1/models/{model}", tag = "OpenAI",
     params(("model" = String, Path, description = "Its name")),
     responses((status = 200, description = "The model", body = Model),
@@ -102,4 +102,12 @@ pub async fn show_model(
 ) -> Result<Json<Model>, ApiError> {
     let (served, name) = app.model(Some(&asked)).await?;
     Ok(Json(Model::new(name, &served)))
+}
+
+/// Describes a model whose name has a slash.
+pub async fn show_model_of_owner(
+    State(app): State<App>,
+    Path((owner, name)): Path<(String, String)>,
+) -> Result<Json<Model>, ApiError> {
+    show_model(State(app), Path(format!("{owner}/{name}"))).await
 }
