@@ -14,7 +14,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::choice::Choice;
 use super::errors::ApiError;
 use super::exchange::Exchange;
-use super::generation::{Call, Delta, End, Generation, Output, Whole};
+use super::generation::{Delta, End, Generation, Output, Whole};
 use super::model::Served;
 use super::prepare::{self, Prepared};
 
@@ -120,26 +120,17 @@ impl Answer {
     /// # Errors
     /// If the request fails.
     pub async fn whole(mut self) -> Result<Vec<Whole>, ApiError> {
-        let mut parts: Vec<(Delta, Vec<Call>, Option<End>)> =
+        let mut parts: Vec<(Delta, Option<End>)> =
             self.choices.iter().map(|_| Default::default()).collect();
         while let Some(output) = self.next().await {
             match output {
                 Output::Started { .. } | Output::Prefill { .. } => {}
-                Output::Delta { choice, delta } => {
-                    let (text, calls, _) = &mut parts[choice];
-                    text.reasoning += &delta.reasoning;
-                    text.text += &delta.text;
-                    text.logprobs.extend(delta.logprobs);
-                    delta.calls.into_iter().for_each(|call| Call::add(calls, call));
-                }
-                Output::End { choice, end } => parts[choice].2 = Some(end),
+                Output::Delta { choice, delta } => parts[choice].0.extend(delta),
+                Output::End { choice, end } => parts[choice].1 = Some(end),
                 Output::Failed(error) => return Err(error),
             }
         }
-        let whole = |(delta, calls, end): (Delta, Vec<Call>, Option<End>)| {
-            let Delta { reasoning, text, logprobs, .. } = delta;
-            Some(Whole { reasoning, text, calls, logprobs, end: end? })
-        };
+        let whole = |(delta, end): (Delta, Option<End>)| Some(Whole { delta, end: end? });
         let all: Option<Vec<Whole>> = parts.into_iter().map(whole).collect();
         all.ok_or_else(|| ApiError::server("engine_stopped", "the answer has no end"))
     }
@@ -163,7 +154,7 @@ impl Answer {
             Event::Tokens { tokens, .. } => {
                 let begun = Instant::now();
                 let (delta, met) = self.choices[index].tokens(&tokens);
-                self.exchange.detokenised(index, begun.elapsed(), &delta.text);
+                self.exchange.detokenised(index, begun.elapsed(), &delta.text());
                 if let (Some(keep), Some(id)) = (met, self.running.ids[index]) {
                     self.running.service.finish(id, keep);
                 }

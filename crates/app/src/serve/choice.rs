@@ -7,7 +7,9 @@ use engine::service::{Done, Finish, Token};
 
 use super::errors::ApiError;
 use crate::telemetry::ErrorClass;
-use super::generation::{CallBegin, CallDelta, Chat, Delta, End, FinishReason, Generation, Input};
+use super::generation::{
+    CallBegin, CallDelta, Chat, Delta, End, FinishReason, Generation, Input, Piece,
+};
 use super::ids;
 use super::logprobs::Waiting;
 use super::model::Served;
@@ -130,11 +132,10 @@ impl Choice {
     }
 
     fn give(&mut self, new: stream::Delta, delta: &mut Delta) {
-        delta.reasoning += &new.reasoning;
         self.stop = new.stop;
+        delta.push(Piece::Reasoning(new.reasoning));
         let Some(tools) = &mut self.tools else {
-            delta.text += &new.answer;
-            return;
+            return delta.push(Piece::Text(new.answer));
         };
         let mut found = Vec::new();
         tools.push(&new.answer, &mut found);
@@ -169,19 +170,16 @@ fn parser(input: &Input) -> Option<ToolParser> {
     may_call.then(|| ToolParser::new(tools, ids::fresh("call_")))
 }
 
-/// Adds a piece of the answer to what is new. Text between calls follows them in the text.
+/// Adds a piece of the answer to what is new.
 fn take(piece: ToolDelta, called: &mut Vec<String>, delta: &mut Delta) {
+    let call = |index, begin, arguments| Piece::Call(CallDelta { index, begin, arguments });
     match piece {
-        ToolDelta::Text(text) => delta.text += &text,
+        ToolDelta::Text(text) => delta.push(Piece::Text(text)),
         ToolDelta::Begin { index, id, name } => {
             called.push(name.clone());
-            let begin = Some(CallBegin { id, name });
-            delta.calls.push(CallDelta { index, begin, arguments: String::new() });
+            delta.push(call(index, Some(CallBegin { id, name }), String::new()));
         }
-        ToolDelta::Arguments { index, fragment } => match delta.calls.last_mut() {
-            Some(call) if call.index == index => call.arguments += &fragment,
-            _ => delta.calls.push(CallDelta { index, begin: None, arguments: fragment }),
-        },
+        ToolDelta::Arguments { index, fragment } => delta.push(call(index, None, fragment)),
         ToolDelta::End { .. } => {}
     }
 }

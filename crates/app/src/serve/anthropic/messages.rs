@@ -12,7 +12,7 @@ use super::stream::MessageWriter;
 use crate::serve::body::Json;
 use crate::serve::errors::ApiError;
 use crate::serve::exchange::Exchange;
-use crate::serve::generation::{End, FinishReason, Input, Whole};
+use crate::serve::generation::{End, FinishReason, Input, Piece, Whole};
 use crate::serve::openai::reply::Timings;
 use crate::serve::state::App;
 use crate::serve::{ids, prepare, stream};
@@ -143,20 +143,22 @@ pub async fn messages(
 }
 
 fn message(model: String, whole: Whole, timings: Timings) -> OutMessage {
-    let Whole { reasoning, text, calls, end, .. } = whole;
-    let mut content = Vec::new();
-    if !reasoning.is_empty() {
-        let signature = signature(&reasoning);
-        content.push(Block::Thinking { thinking: reasoning, signature });
-    }
-    if !text.is_empty() {
-        content.push(Block::Text { text });
-    }
-    for call in calls {
-        // The parser makes every call's arguments one JSON object.
-        let input = serde_json::from_str(&call.arguments).unwrap_or_default();
-        content.push(Block::ToolUse { id: call.id, name: call.name, input });
-    }
+    let Whole { delta, end } = whole;
+    let mut calls = delta.calls().into_iter();
+    let block = |piece: Piece| match piece {
+        Piece::Reasoning(thinking) => {
+            let signature = signature(&thinking);
+            Some(Block::Thinking { thinking, signature })
+        }
+        Piece::Text(text) => Some(Block::Text { text }),
+        Piece::Call(call) if call.begin.is_some() => calls.next().map(|call| {
+            // The parser makes every call's arguments one JSON object.
+            let input = serde_json::from_str(&call.arguments).unwrap_or_default();
+            Block::ToolUse { id: call.id, name: call.name, input }
+        }),
+        Piece::Call(_) => None,
+    };
+    let content = delta.pieces.into_iter().filter_map(block).collect();
     OutMessage {
         id: ids::fresh("msg_"),
         kind: "message",

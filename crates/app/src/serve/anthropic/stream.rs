@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::messages::{Block, MessageUsage, OutMessage, signature, stop_reason};
 use crate::serve::answer::Answer;
 use crate::serve::api::Api;
-use crate::serve::generation::{CallDelta, Delta, End, Output};
+use crate::serve::generation::{CallDelta, End, Output, Piece};
 use crate::serve::ids;
 use crate::serve::openai::reply::Timings;
 use crate::serve::stream::{Writer, event};
@@ -92,24 +92,26 @@ impl MessageWriter {
         event("content_block_delta", &delta, out);
     }
 
-    fn delta(&mut self, delta: Delta, out: &mut String) {
-        if !delta.reasoning.is_empty() {
-            let block = Block::Thinking { thinking: String::new(), signature: String::new() };
-            self.enter(Open::Thinking, &block, out);
-            self.thinking += &delta.reasoning;
-            self.grow(&json!({"type": "thinking_delta", "thinking": delta.reasoning}), out);
-        }
-        if !delta.text.is_empty() {
-            self.enter(Open::Text, &Block::Text { text: String::new() }, out);
-            self.grow(&json!({"type": "text_delta", "text": delta.text}), out);
-        }
-        for CallDelta { index, begin, arguments } in delta.calls {
-            if let Some(begin) = begin {
-                let block = Block::ToolUse { id: begin.id, name: begin.name, input: json!({}) };
-                self.enter(Open::Call(index), &block, out);
+    fn piece(&mut self, piece: Piece, out: &mut String) {
+        match piece {
+            Piece::Reasoning(text) => {
+                let block = Block::Thinking { thinking: String::new(), signature: String::new() };
+                self.enter(Open::Thinking, &block, out);
+                self.thinking += &text;
+                self.grow(&json!({"type": "thinking_delta", "thinking": text}), out);
             }
-            if !arguments.is_empty() {
-                self.grow(&json!({"type": "input_json_delta", "partial_json": arguments}), out);
+            Piece::Text(text) => {
+                self.enter(Open::Text, &Block::Text { text: String::new() }, out);
+                self.grow(&json!({"type": "text_delta", "text": text}), out);
+            }
+            Piece::Call(CallDelta { index, begin, arguments }) => {
+                if let Some(begin) = begin {
+                    let block = Block::ToolUse { id: begin.id, name: begin.name, input: json!({}) };
+                    self.enter(Open::Call(index), &block, out);
+                }
+                if !arguments.is_empty() {
+                    self.grow(&json!({"type": "input_json_delta", "partial_json": arguments}), out);
+                }
             }
         }
     }
@@ -135,7 +137,9 @@ impl Writer for MessageWriter {
         match output {
             Output::Started { cached } => self.start(cached, out),
             Output::Prefill { .. } => {}
-            Output::Delta { delta, .. } => self.delta(delta, out),
+            Output::Delta { delta, .. } => {
+                delta.pieces.into_iter().for_each(|piece| self.piece(piece, out));
+            }
             Output::End { end, .. } => {
                 self.start(end.done.cached_tokens, out);
                 self.end(&end, out);

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use crate::serve::api::Api;
-use crate::serve::generation::{Call, Delta, End, Output, Whole};
+use crate::serve::generation::{Call, End, Output, Piece, Whole};
 use crate::serve::stream::{Writer, line};
 
 /// A reply, or a piece of one.
@@ -141,8 +141,9 @@ impl Replies {
 
     /// A whole answer.
     pub fn whole(&self, whole: Whole) -> Reply {
-        let calls = whole.calls.iter().map(call).collect();
-        self.last(self.piece(whole.text, whole.reasoning, calls), &whole.end)
+        let Whole { delta, end } = whole;
+        let calls = delta.calls().iter().map(call).collect();
+        self.last(self.piece(delta.text(), delta.reasoning(), calls), &end)
     }
 }
 
@@ -176,10 +177,16 @@ impl Writer for LineWriter {
         match output {
             Output::Started { .. } | Output::Prefill { .. } => {}
             Output::Delta { delta, .. } => {
-                let Delta { reasoning, text, calls, .. } = delta;
-                calls.into_iter().for_each(|call| Call::add(&mut self.calls, call));
-                if !reasoning.is_empty() || !text.is_empty() {
-                    line(&self.replies.piece(text, reasoning, Vec::new()), out);
+                for piece in delta.pieces {
+                    let (text, thinking) = match piece {
+                        Piece::Text(text) => (text, String::new()),
+                        Piece::Reasoning(text) => (String::new(), text),
+                        Piece::Call(call) => {
+                            Call::add(&mut self.calls, &call);
+                            continue;
+                        }
+                    };
+                    line(&self.replies.piece(text, thinking, Vec::new()), out);
                 }
             }
             Output::End { end, .. } => {

@@ -315,7 +315,8 @@ fn completion(
 }
 
 fn choice(index: usize, whole: Whole, logprobs: bool) -> ChatChoice {
-    let Whole { reasoning, text, calls, logprobs: tokens, end } = whole;
+    let Whole { delta, end } = whole;
+    let (reasoning, text, calls) = (delta.reasoning(), delta.text(), delta.calls());
     let function = |Call { id, name, arguments }: Call| ReplyToolCall {
         id,
         kind: "function",
@@ -328,6 +329,6 @@ fn choice(index: usize, whole: Whole, logprobs: bool) -> ChatChoice {
         reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
         tool_calls: calls.into_iter().map(function).collect(),
     };
-    let logprobs = logprobs.then(|| ChatLogprobs::of(tokens));
+    let logprobs = logprobs.then(|| ChatLogprobs::of(delta.logprobs));
     ChatChoice { index, message, logprobs, finish_reason: end.finish.openai() }
 }

@@ -10,7 +10,7 @@ use super::reply::{ChatLogprobs, Timings, Usage};
 use crate::cli::version;
 use crate::serve::answer::Answer;
 use crate::serve::api::Api;
-use crate::serve::generation::{CallDelta, Delta, End, Output};
+use crate::serve::generation::{CallDelta, Delta, End, Output, Piece};
 use crate::serve::ids;
 use crate::serve::model::Served;
 use crate::serve::stream::{Writer, data};
@@ -75,20 +75,26 @@ impl ChatWriter {
     }
 
     fn delta(&self, index: usize, delta: Delta, out: &mut String) {
-        let Delta { reasoning, text, calls, logprobs } = delta;
-        if !reasoning.is_empty() {
-            let delta = ChunkDelta { reasoning_content: Some(reasoning), ..ChunkDelta::default() };
+        if self.logprobs && !delta.logprobs.is_empty() {
+            // Tokens go with the text that they make; together they are one chunk.
+            let text = Some(delta.text());
+            let logprobs = Some(ChatLogprobs::of(delta.logprobs));
+            let text = ChunkDelta { content: text, ..ChunkDelta::default() };
+            let choice = ChunkChoice { index, delta: text, logprobs, finish_reason: None };
+            data(&Chunk { choices: vec![choice], ..self.chunk() }, out);
+        }
+        for piece in delta.pieces {
+            let delta = match piece {
+                Piece::Text(_) if self.logprobs => continue,
+                Piece::Text(text) => ChunkDelta { content: Some(text), ..ChunkDelta::default() },
+                Piece::Reasoning(text) => {
+                    ChunkDelta { reasoning_content: Some(text), ..ChunkDelta::default() }
+                }
+                Piece::Call(call) => {
+                    ChunkDelta { tool_calls: Some(vec![call.into()]), ..ChunkDelta::default() }
+                }
+            };
             self.choice(index, delta, None, out);
-        }
-        if !text.is_empty() || !logprobs.is_empty() {
-            let delta = ChunkDelta { content: Some(text), ..ChunkDelta::default() };
-            let logprobs = self.logprobs.then(|| ChatLogprobs::of(logprobs));
-            let choices = vec![ChunkChoice { index, delta, logprobs, finish_reason: None }];
-            data(&Chunk { choices, ..self.chunk() }, out);
-        }
-        if !calls.is_empty() {
-            let tool_calls = Some(calls.into_iter().map(ChunkCall::from).collect());
-            self.choice(index, ChunkDelta { tool_calls, ..ChunkDelta::default() }, None, out);
         }
     }
 }

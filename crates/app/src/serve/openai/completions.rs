@@ -216,8 +216,8 @@ pub async fn completions(
     let timings = Timings::of(&choices[0].end.done, &served.info);
     let choice = |(index, whole): (usize, Whole)| CompletionChoice {
         index,
-        text: whole.text,
-        logprobs: logprobs.then(|| CompletionLogprobs::of(whole.logprobs, &mut 0)),
+        text: whole.delta.text(),
+        logprobs: logprobs.then(|| CompletionLogprobs::of(whole.delta.logprobs, &mut 0)),
         finish_reason: Some(whole.end.finish.openai()),
     };
     let reply = Completion {
@@ -277,10 +277,9 @@ impl Writer for CompletionWriter {
         match output {
             Output::Started { .. } | Output::Prefill { .. } => {}
             Output::Delta { choice: index, delta } => {
-                let offset = &mut self.offsets[index];
+                let (text, offset) = (delta.text(), &mut self.offsets[index]);
                 let logprobs = self.logprobs.then(|| CompletionLogprobs::of(delta.logprobs, offset));
-                let choice =
-                    CompletionChoice { index, text: delta.text, logprobs, finish_reason: None };
+                let choice = CompletionChoice { index, text, logprobs, finish_reason: None };
                 self.choice(choice, None, out);
             }
             Output::End { choice: index, end } => {
