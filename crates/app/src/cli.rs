@@ -7,6 +7,8 @@ use engine::{Rule, SamplingOptions};
 
 use crate::config::Surroundings;
 use crate::generate::{DeviceKind, GenerateOptions, Isa, LoadRequest};
+use crate::watch::top::TopArgs;
+use crate::watch::traces::TracesArgs;
 
 /// Runs Qwen3.5-family hybrid models in 4 bits, with drafts verified in one pass.
 #[derive(Debug, Parser)]
@@ -53,6 +55,13 @@ error otherwise.")]
     Bench(BenchArgs),
     /// Show where the time of a prefill and of rounds goes: device time of each op, launches, gaps
     Profile(ProfileArgs),
+    /// Show what servers on this machine kept of their requests
+    #[command(long_about = "\
+Show what servers on this machine kept of their requests: a list, one request with what its time \
+went to, or statistics. It reads the store itself, so it needs no server.")]
+    Traces(Box<TracesArgs>),
+    /// Watch a running server: rates, lanes, queue, cache, latencies
+    Top(TopArgs),
 }
 
 /// Model and machine, for every command.
@@ -291,6 +300,7 @@ impl Cli {
             Command::Run(args) => Some(&args.answer),
             Command::Inspect(_) => None,
             Command::Bench(_) | Command::Profile(_) => None,
+            Command::Traces(_) | Command::Top(_) => None,
         };
         if cli.engine.device == DeviceKind::Cuda && cli.engine.isa.is_some() {
             return conflict(
@@ -335,6 +345,7 @@ impl Cli {
             Command::Inspect(args) => &args.model,
             Command::Bench(args) => &args.model,
             Command::Profile(args) => &args.model,
+            Command::Traces(_) | Command::Top(_) => const { &ModelArg { name: None } },
         }
     }
 }

@@ -25,12 +25,24 @@ pub struct Surroundings {
     pub nvrtc: Option<PathBuf>,
     /// `CUDA_HOME` or `CUDA_PATH`: a CUDA toolkit.
     pub cuda_home: Option<PathBuf>,
+    /// `TH_API_KEY`: the key that a server asks for and a client shows.
+    pub api_key: Option<Secret>,
     /// The user's cache folder.
     pub cache_dir: Option<PathBuf>,
     /// The folder of the running binary.
     pub exe_dir: Option<PathBuf>,
     /// The user's data folder (`$XDG_DATA_HOME` or what the system has instead).
     pub data_dir: Option<PathBuf>,
+}
+
+/// A text that is never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(pub String);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
 }
 
 impl Surroundings {
@@ -46,6 +58,7 @@ impl Surroundings {
             isa: std::env::var("TH_ISA").ok().filter(|value| !value.is_empty()),
             nvrtc: folder("TH_NVRTC"),
             cuda_home: folder("CUDA_HOME").or_else(|| folder("CUDA_PATH")),
+            api_key: std::env::var("TH_API_KEY").ok().filter(|key| !key.is_empty()).map(Secret),
             cache_dir: dirs.as_ref().map(|dirs| dirs.cache_dir()),
             exe_dir: exe.and_then(|exe| exe.parent().map(Path::to_owned)),
             data_dir: dirs.map(|dirs| dirs.data_dir()),
@@ -123,6 +136,11 @@ impl Surroundings {
         let nvrtc = self.nvrtc.iter().cloned().chain(self.exe_dir.iter().cloned()).chain(home);
         let cache = self.cache_dir.as_ref().map(|dir| dir.join("th-engine/kernels"));
         cuda::Options { nvrtc: nvrtc.collect(), cache, threads, ..cuda::Options::default() }
+    }
+
+    /// Where a server keeps its traces unless told otherwise.
+    pub fn traces(&self) -> Option<PathBuf> {
+        self.data_dir.as_ref().map(|dir| dir.join("th-engine/traces.db"))
     }
 
     /// The instruction set: the option, else `TH_ISA`, else the best there is.

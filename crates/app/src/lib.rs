@@ -21,6 +21,7 @@ pub mod summary;
 pub mod telemetry;
 pub mod terminal;
 pub mod text;
+pub mod watch;
 
 use std::ffi::OsString;
 use std::io;
@@ -97,8 +98,18 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) 
 }
 
 fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
-    let request = cli.load_request(&Surroundings::read()).map_err(Failure::Load)?;
+    let surroundings = Surroundings::read();
     match &cli.command {
+        // These look at servers, and load no model.
+        Command::Traces(args) => {
+            return watch::traces::run(args, cli.engine.model.as_deref(), &surroundings);
+        }
+        Command::Top(args) => return watch::top::run(args, &surroundings),
+        _ => {}
+    }
+    let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
+    match &cli.command {
+        Command::Traces(_) | Command::Top(_) => Ok(()),
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
         Command::Inspect(args) => inspect::run(loader, &request, args),

@@ -3,3 +3,4 @@
 pub mod api;
 pub mod errors;
 pub mod generation;
+pub mod page;

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use engine::service::{Health, Service};
@@ -177,8 +177,10 @@ impl Metrics {
         self.retries.get_or_create(&ModelLabel { model: self.models.bounded(model) }).inc();
     }
 
-    /// Also tells what this service does, from now on instead of any other.
-    pub fn watch_service(&self, service: Arc<dyn Service>) {
+    /// Also tells what this service does, from now on instead of any other, for as long as it lives:
+    /// metrics keep no model in memory.
+    pub fn watch_service(&self, service: &Arc<dyn Service>) {
+        let service = Arc::downgrade(service);
         *self.sources.service.write().unwrap_or_else(PoisonError::into_inner) = Some(service);
     }
 
@@ -216,7 +218,7 @@ pub(super) type HealthOf = Box<dyn Fn() -> StoreHealth + Send + Sync>;
 /// What is asked when metrics are read.
 #[derive(Default)]
 struct Sources {
-    service: RwLock<Option<Arc<dyn Service>>>,
+    service: RwLock<Option<Weak<dyn Service>>>,
     store: RwLock<Option<HealthOf>>,
 }
 
@@ -230,7 +232,7 @@ impl Collector for Sources {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut writer = Writer(encoder);
         let service = self.service.read().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(service) = service {
+        if let Some(service) = service.and_then(|service| service.upgrade()) {
             writer.service(service.as_ref())?;
         }
         match self.store.read().unwrap_or_else(PoisonError::into_inner).as_ref() {

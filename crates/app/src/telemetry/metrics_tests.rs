@@ -109,9 +109,10 @@ fn labels_are_bounded_and_escaped() {
 fn the_service_is_told_as_it_is_now() {
     let metrics = Metrics::new();
     assert!(!metrics.text().contains("th_engine_lanes"));
+    let service: Arc<dyn Service> = Arc::new(Figures);
     // A service that was loaded again takes the place of the one before.
-    metrics.watch_service(Arc::new(Figures));
-    metrics.watch_service(Arc::new(Figures));
+    metrics.watch_service(&service);
+    metrics.watch_service(&service);
     let (samples, types) = parse(&metrics.text());
     for (name, value) in [
         ("th_engine_serving", 1.0),

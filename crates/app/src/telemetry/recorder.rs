@@ -268,7 +268,10 @@ impl Writer {
             if Instant::now() >= self.try_at || !self.flushes.is_empty() || !open {
                 self.write();
             }
-            self.flushes.clear();
+            for done in self.flushes.drain(..) {
+                // Whoever waited for it may have given up.
+                let _ = done.send(());
+            }
         }
         let bytes = self.pending.iter().map(|(_, bytes)| bytes).sum();
         self.shared.left(self.pending.len(), bytes);

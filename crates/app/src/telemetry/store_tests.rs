@@ -145,7 +145,7 @@ fn the_oldest_go_while_the_store_is_too_big() {
     assert!(store.bytes().unwrap() > options.max_bytes);
     store.retain().unwrap();
     let left = all(&options);
-    assert!(!left.is_empty() && left.len() < big.len());
+    assert!((50..500).contains(&left.len()), "{}", left.len());
     assert!(left.iter().eq(big.iter().rev().take(left.len())), "not the newest were kept");
     drop(store);
     let on_disk: u64 = std::fs::read_dir(scratch.path())
