@@ -28,7 +28,8 @@ fn histograms_have_right_sums_counts_and_buckets() {
     let records: Vec<Record> = (0..300).map(|_| any(&mut numbers, 0)).collect();
     records.iter().for_each(|record| metrics.observe(record));
     let (samples, types) = parse(&metrics.text());
-    let well = |r: &&Record| r.model == "model-1" && r.error.is_none() && r.first_token_us.is_some();
+    let well =
+        |r: &&Record| r.model == "model-1" && r.error.is_none() && r.first_token_us.is_some();
     let well: Vec<&Record> = records.iter().filter(well).collect();
     assert!(well.len() > 50);
     for (family, seconds, buckets) in [

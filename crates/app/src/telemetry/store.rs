@@ -19,7 +19,7 @@ const RETRY_WITHIN: Duration = Duration::from_secs(600);
 /// How long another process's lock is waited for.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Rows deleted at once while the store is too big.
-const DELETE_ROWS: u32 = 256;
+const DELETE_ROWS: u32 = 32;
 
 /// Rows lie in the order in which they were written, so that deleting the oldest frees whole pages.
 const SCHEMA: &str = "
@@ -209,8 +209,7 @@ impl Store {
     /// SQLite failed; what was deleted by then is.
     pub fn retain(&mut self) -> Result<(), StoreError> {
         let oldest = now_us().saturating_sub(micros(self.options.keep));
-        self.connection
-            .execute("DELETE FROM requests WHERE started_us < ?1", [signed(oldest)])?;
+        self.connection.execute("DELETE FROM requests WHERE started_us < ?1", [signed(oldest)])?;
         while self.used_bytes()? > self.options.max_bytes {
             let deleted = self.connection.execute(
                 "DELETE FROM requests WHERE id IN
@@ -271,9 +270,8 @@ fn retried(connection: &Connection, record: &Record) -> Result<Option<SpanId>, S
             Ok((row.get::<_, String>(0)?, row.get::<_, String>(1)?))
         })
         .optional()?;
-    let failed = before.filter(|(_, outcome)| {
-        ErrorClass::named(outcome).is_some_and(ErrorClass::invites_retry)
-    });
+    let failed = before
+        .filter(|(_, outcome)| ErrorClass::named(outcome).is_some_and(ErrorClass::invites_retry));
     Ok(failed.and_then(|(span_id, _)| span_id.parse().ok()))
 }
 
@@ -374,9 +372,8 @@ impl Reader {
     /// # Errors
     /// The store can't be read.
     pub fn list(&self, filter: &Filter, limit: usize) -> Result<Vec<Record>, StoreError> {
-        let query = format!(
-            "SELECT record FROM requests {WHERE} ORDER BY started_us DESC LIMIT {limit}"
-        );
+        let query =
+            format!("SELECT record FROM requests {WHERE} ORDER BY started_us DESC LIMIT {limit}");
         let mut records = Vec::new();
         self.each(&query, filter, |row| {
             let mut record: Record = serde_json::from_str(text(row, 0)?)?;

@@ -47,7 +47,9 @@ impl Client {
         let mut response = request.call().map_err(|error| format!("{}: {error}", self.url))?;
         match response.status().as_u16() {
             200 => {}
-            401 => return Err("the server wants an API key: set TH_API_KEY or give --api-key".into()),
+            401 => {
+                return Err("the server wants an API key: set TH_API_KEY or give --api-key".into());
+            }
             status => return Err(format!("{url} answered {status}; is it a th-engine server?")),
         }
         let body = response.body_mut().read_json();

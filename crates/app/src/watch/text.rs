@@ -17,8 +17,11 @@ pub fn table(records: &[Record], zone: &TimeZone) -> String {
         return "no requests match\n".into();
     }
     let mut rows = vec![
-        ["TIME", "ID", "OUTCOME", "CLIENT", "MODEL", "PROMPT", "CACHED", "OUT", "FIRST", "TOTAL", "TOK/S"]
-            .map(String::from),
+        [
+            "TIME", "ID", "OUTCOME", "CLIENT", "MODEL", "PROMPT", "CACHED", "OUT", "FIRST",
+            "TOTAL", "TOK/S",
+        ]
+        .map(String::from),
     ];
     rows.extend(records.iter().map(|record| {
         let tokens = &record.tokens;
@@ -107,7 +110,8 @@ fn bars(out: &mut String, record: &Record) {
         let name = format!("{:indent$}{}", "", span.name, indent = 2 * depth);
         let (from, to) = (span.start_us, span.start_us.saturating_add(span.duration_us));
         let column = |us: u64| {
-            (us as f64 / record.duration_us.max(1) as f64 * BAR as f64).round().min(BAR as f64) as usize
+            (us as f64 / record.duration_us.max(1) as f64 * BAR as f64).round().min(BAR as f64)
+                as usize
         };
         let (from, to) = (column(from).min(BAR - 1), column(to));
         // What took hardly any time is still seen.
@@ -134,13 +138,30 @@ pub fn statistics(stats: &Stats) -> String {
         return "no requests match\n".into();
     }
     let mut rows = vec![
-        ["", "REQUESTS", "ERRORS", "RETRIES", "FIRST p50", "p95", "p99", "TOTAL p50", "p95", "p99", "TOK/S",
-            "TOK/ROUND", "CACHED"]
+        [
+            "",
+            "REQUESTS",
+            "ERRORS",
+            "RETRIES",
+            "FIRST p50",
+            "p95",
+            "p99",
+            "TOTAL p50",
+            "p95",
+            "p99",
+            "TOK/S",
+            "TOK/ROUND",
+            "CACHED",
+        ]
         .map(String::from),
     ];
     rows.push(summary("all", &stats.total));
-    rows.extend(stats.models.iter().map(|(name, s)| summary(&format!("model {}", shown(name, 30)), s)));
-    rows.extend(stats.clients.iter().map(|(name, s)| summary(&format!("client {}", shown(name, 30)), s)));
+    rows.extend(
+        stats.models.iter().map(|(name, s)| summary(&format!("model {}", shown(name, 30)), s)),
+    );
+    rows.extend(
+        stats.clients.iter().map(|(name, s)| summary(&format!("client {}", shown(name, 30)), s)),
+    );
     let mut out = aligned(&rows, 1);
     if !stats.total.errors.is_empty() {
         let classes = stats.total.errors.iter().map(|(class, count)| format!("{class} {count}"));
@@ -177,7 +198,8 @@ fn percentiles(times: &Percentiles) -> [String; 3] {
 
 /// Columns as wide as they must be; those from `right` on are numbers.
 fn aligned<const N: usize>(rows: &[[String; N]], right: usize) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width =
+        |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..N).map(width).collect();
     let mut out = String::new();
     for row in rows {
@@ -208,9 +230,7 @@ pub fn duration(ms: f64) -> String {
 
 fn time(us: u64, zone: &TimeZone) -> String {
     let at = i64::try_from(us).ok().and_then(|us| Timestamp::from_microsecond(us).ok());
-    at.map_or("?".into(), |at| {
-        at.to_zoned(zone.clone()).strftime("%Y-%m-%d %H:%M:%S").to_string()
-    })
+    at.map_or("?".into(), |at| at.to_zoned(zone.clone()).strftime("%Y-%m-%d %H:%M:%S").to_string())
 }
 
 /// Text of clients on one line of a terminal: printable and not too long.

@@ -42,10 +42,12 @@ pub struct TopArgs {
 /// There is no terminal, or it fails.
 pub fn run(args: &TopArgs, surroundings: &Surroundings) -> Result<(), Failure> {
     let interval = Duration::from_millis(args.interval);
-    let key = args.api_key.clone().or_else(|| surroundings.api_key.as_ref().map(|key| key.0.clone()));
+    let key =
+        args.api_key.clone().or_else(|| surroundings.api_key.as_ref().map(|key| key.0.clone()));
     let client = Client::new(&args.url, key);
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
-        let what = format!("top needs a terminal; programs ask {}/status and /traces/stats", args.url);
+        let what =
+            format!("top needs a terminal; programs ask {}/status and /traces/stats", args.url);
         return Err(Failure::Usage(anyhow::anyhow!(what)));
     }
     // The first look says what is wrong before the screen is taken.
@@ -272,9 +274,21 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, stats: Option<&Stats>) {
         frame.render_widget(Paragraph::new("this server keeps no traces").block(block), area);
         return;
     };
-    let titles = ["", "requests", "errors", "first p50", "p95", "p99", "total p50", "p99", "tok/s", "cached"];
+    let titles = [
+        "",
+        "requests",
+        "errors",
+        "first p50",
+        "p95",
+        "p99",
+        "total p50",
+        "p99",
+        "tok/s",
+        "cached",
+    ];
     let head = Row::new(titles).style(Style::new().add_modifier(Modifier::BOLD));
-    let named = |kind: &'static str| move |(name, s): (&String, &Summary)| row(&format!("{kind}{name}"), s);
+    let named =
+        |kind: &'static str| move |(name, s): (&String, &Summary)| row(&format!("{kind}{name}"), s);
     let rows = std::iter::once(row("all", &stats.total))
         .chain(stats.models.iter().map(named("model ")))
         .chain(stats.clients.iter().map(named("client ")));

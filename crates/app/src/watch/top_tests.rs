@@ -52,8 +52,17 @@ fn a_server_at_work() {
     assert_eq!(view.rates.tokens_per_round, Some(4.0));
     let shown = screen(&view, 110, 20);
     for part in [
-        "100.0 tok/s out", "4.00 tokens/round", "6.0 ms = 2.00x floor", "1 of 4", "5 of 10",
-        "50.0 % of prompts", "th-tiny-dflash", "up 1 h 2 min", "model th-tiny", "120 ms", "q leaves",
+        "100.0 tok/s out",
+        "4.00 tokens/round",
+        "6.0 ms = 2.00x floor",
+        "1 of 4",
+        "5 of 10",
+        "50.0 % of prompts",
+        "th-tiny-dflash",
+        "up 1 h 2 min",
+        "model th-tiny",
+        "120 ms",
+        "q leaves",
     ] {
         assert!(shown.contains(part), "no {part} in\n{shown}");
     }

@@ -52,7 +52,11 @@ fn timed_out() -> Record {
         client: "evil\u{1b}]0;title\u{7}client with a long name".into(),
         status: 408,
         finish: None,
-        error: Some(Fault { class: ErrorClass::Timeout, code: "deadline_exceeded".into(), message }),
+        error: Some(Fault {
+            class: ErrorClass::Timeout,
+            code: "deadline_exceeded".into(),
+            message,
+        }),
         tokens: TokenCounts { prompt: 50, ..TokenCounts::default() },
         decode_us: 0,
         draft: DraftCounts::default(),
@@ -63,7 +67,11 @@ fn timed_out() -> Record {
 
 /// What the command prints.
 fn traces(line: &str) -> anyhow::Result<String> {
-    let folder = std::env::temp_dir().join(format!("th-engine-traces-{}-{}", std::process::id(), line.len()));
+    let folder = std::env::temp_dir().join(format!(
+        "th-engine-traces-{}-{}",
+        std::process::id(),
+        line.len()
+    ));
     std::fs::create_dir_all(&folder)?;
     let path = folder.join("traces.db");
     let _ = std::fs::remove_file(&path);

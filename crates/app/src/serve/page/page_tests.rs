@@ -54,8 +54,19 @@ fn nothing_comes_from_elsewhere_and_no_text_becomes_html() {
         + script().matches(r"https?:\/\/").count();
     assert_eq!(addresses, document.matches("http://www.w3.org/2000/svg").count(), "{allowed}");
     for bad in [
-        "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function",
-        "src=", "url(", "@import", "import(", " style=", "onclick", "srcdoc",
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "src=",
+        "url(",
+        "@import",
+        "import(",
+        " style=",
+        "onclick",
+        "srcdoc",
     ] {
         assert!(!document.contains(bad), "{bad}");
     }
@@ -76,7 +87,14 @@ fn asked() -> BTreeSet<String> {
 #[test]
 fn every_route_that_the_page_asks_exists() {
     let asked = asked();
-    let expected = ["/status", "/traces", "/traces/stats", "/traces/${id}", "/v1/chat/completions", "/v1/models"];
+    let expected = [
+        "/status",
+        "/traces",
+        "/traces/stats",
+        "/traces/${id}",
+        "/v1/chat/completions",
+        "/v1/models",
+    ];
     assert_eq!(asked, expected.map(String::from).into());
 }
 
