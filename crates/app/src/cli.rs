@@ -9,6 +9,8 @@ use crate::config::Surroundings;
 use crate::generate::{DeviceKind, GenerateOptions, Isa, LoadRequest};
 use crate::serve;
 use crate::serve::args::ServeArgs;
+use crate::watch::top::TopArgs;
+use crate::watch::traces::TracesArgs;
 
 /// Runs Qwen3.5-family hybrid models in 4 bits, with drafts verified in one pass.
 #[derive(Debug, Parser)]
@@ -60,6 +62,13 @@ describes them, GET /status tells how the server is. Ctrl-C or SIGTERM let reque
     Bench(BenchArgs),
     /// Show where the time of a prefill and of rounds goes: device time of each op, launches, gaps
     Profile(ProfileArgs),
+    /// Show what servers on this machine kept of their requests
+    #[command(long_about = "\
+Show what servers on this machine kept of their requests: a list, one request with what its time \
+went to, or statistics. It reads the store itself, so it needs no server.")]
+    Traces(Box<TracesArgs>),
+    /// Watch a running server: rates, lanes, queue, cache, latencies
+    Top(TopArgs),
 }
 
 /// Model and machine, for every command.
@@ -296,7 +305,9 @@ impl Cli {
         let answer = match &cli.command {
             Command::Chat(args) => Some(&args.answer),
             Command::Run(args) => Some(&args.answer),
-            Command::Serve(_) | Command::Inspect(_) | Command::Bench(_) | Command::Profile(_) => None,
+            Command::Serve(_) | Command::Inspect(_) => None,
+            Command::Bench(_) | Command::Profile(_) => None,
+            Command::Traces(_) | Command::Top(_) => None,
         };
         if cli.engine.device == DeviceKind::Cuda && cli.engine.isa.is_some() {
             return conflict(
@@ -368,6 +379,7 @@ impl Cli {
             Command::Inspect(args) => &args.model,
             Command::Bench(args) => &args.model,
             Command::Profile(args) => &args.model,
+            Command::Traces(_) | Command::Top(_) => const { &ModelArg { name: None } },
         }
     }
 }

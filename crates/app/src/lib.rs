@@ -21,6 +21,7 @@ pub mod summary;
 pub mod telemetry;
 pub mod terminal;
 pub mod text;
+pub mod watch;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -101,13 +102,20 @@ pub fn main_with(
 
 fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
     let surroundings = Surroundings::read();
-    if let Command::Serve(args) = &cli.command
-        && args.print_config
-    {
-        return write!(std::io::stdout(), "{}", args.effective).map_err(Failure::write);
+    match &cli.command {
+        // These look at servers, and load no model.
+        Command::Traces(args) => {
+            return watch::traces::run(args, cli.engine.model.as_deref(), &surroundings);
+        }
+        Command::Top(args) => return watch::top::run(args, &surroundings),
+        Command::Serve(args) if args.print_config => {
+            return write!(std::io::stdout(), "{}", args.effective).map_err(Failure::write);
+        }
+        _ => {}
     }
     let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
     match &cli.command {
+        Command::Traces(_) | Command::Top(_) => Ok(()),
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
         Command::Serve(args) => serve::run::run(loader, &request, args, &surroundings),

@@ -23,6 +23,7 @@ pub mod logprobs;
 pub mod model;
 pub mod ollama;
 pub mod openai;
+pub mod page;
 pub mod prepare;
 pub mod router;
 pub mod run;

@@ -32,9 +32,8 @@ const SECONDS: [f64; 16] = [
     81.92,
 ];
 /// Seconds of one token.
-const TOKEN_SECONDS: [f64; 14] = [
-    0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0,
-];
+const TOKEN_SECONDS: [f64; 14] =
+    [0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0];
 const TOKENS_PER_ROUND: [f64; 10] = [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 16.0];
 
 /// The metrics of one server.
@@ -115,7 +114,11 @@ impl Metrics {
         registry.register("th_engine_tool_calls", "Tool calls", self.tool_calls.clone());
         for (name, help, family) in [
             ("gen_ai_server_request_duration", "First byte in to last byte out", &self.duration),
-            ("gen_ai_server_time_to_first_token", "First byte in to first token", &self.first_token),
+            (
+                "gen_ai_server_time_to_first_token",
+                "First byte in to first token",
+                &self.first_token,
+            ),
             (
                 "gen_ai_server_time_per_output_token",
                 "Time of rounds over output tokens, of each answer",
@@ -261,7 +264,11 @@ impl Writer<'_> {
         self.gauge("pages", "Pages of keys and values", stats.pages as f64)?;
         self.gauge("pages_used", "Pages that hold something", stats.pages_used as f64)?;
         self.gauge("checkpoints", "Checkpoints in memory", stats.checkpoints as f64)?;
-        self.gauge("checkpoint_bytes", "Bytes that they alone hold", stats.checkpoint_bytes as f64)?;
+        self.gauge(
+            "checkpoint_bytes",
+            "Bytes that they alone hold",
+            stats.checkpoint_bytes as f64,
+        )?;
         self.gauge("cache_disk_bytes", "Bytes of the cache's disk tier", stats.disk_bytes as f64)?;
         let floor_help = "The least that a round of one lane can take here; NaN if unknown";
         self.gauge("round_floor_seconds", floor_help, floor)?;

@@ -28,7 +28,8 @@ fn histograms_have_right_sums_counts_and_buckets() {
     let records: Vec<Record> = (0..300).map(|_| any(&mut numbers, 0)).collect();
     records.iter().for_each(|record| metrics.observe(record));
     let (samples, types) = parse(&metrics.text());
-    let well = |r: &&Record| r.model == "model-1" && r.error.is_none() && r.first_token_us.is_some();
+    let well =
+        |r: &&Record| r.model == "model-1" && r.error.is_none() && r.first_token_us.is_some();
     let well: Vec<&Record> = records.iter().filter(well).collect();
     assert!(well.len() > 50);
     for (family, seconds, buckets) in [
@@ -109,10 +110,10 @@ fn labels_are_bounded_and_escaped() {
 fn the_service_is_told_as_it_is_now() {
     let metrics = Metrics::new();
     assert!(!metrics.text().contains("th_engine_lanes"));
+    let service: Arc<dyn Service> = Arc::new(Figures);
     // A service that was loaded again takes the place of the one before.
-    let figures: Arc<dyn engine::service::Service> = Arc::new(Figures);
-    metrics.watch_service(&figures);
-    metrics.watch_service(&figures);
+    metrics.watch_service(&service);
+    metrics.watch_service(&service);
     let (samples, types) = parse(&metrics.text());
     for (name, value) in [
         ("th_engine_serving", 1.0),

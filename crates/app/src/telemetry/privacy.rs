@@ -170,7 +170,10 @@ mod tests {
             ("Authorization: Bearer abc.def-123456", "Authorization: [redacted]"),
             ("AKIAIOSFODNN7EXAMPLE", "[redacted]"),
             ("ghp_0123456789abcdefghij", "[redacted]"),
-            ("a -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- b", "a [redacted] b"),
+            (
+                "a -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- b",
+                "a [redacted] b",
+            ),
             ("-----BEGIN PRIVATE KEY-----\ncut off", "[redacted]"),
             ("{\"url\":\"data:image/png;base64,iVBORw0KGgo=\"}", "{\"url\":\"[redacted]\"}"),
             ("nothing to hide: skill, bearer of news", "nothing to hide: skill, bearer of news"),
@@ -187,7 +190,8 @@ mod tests {
         let secret = "sk-abcdefghijklmnopqrstuvwxyz";
         for cap in 0..60 {
             let privacy = Privacy { body_bytes: Some(cap), ..Privacy::default() };
-            let bodies = kept(&privacy, &format!("{} {secret} {}", "x".repeat(20), "y".repeat(20)), &[]);
+            let bodies =
+                kept(&privacy, &format!("{} {secret} {}", "x".repeat(20), "y".repeat(20)), &[]);
             assert!(!bodies.unwrap().request.contains("sk-a"), "{cap}");
         }
     }

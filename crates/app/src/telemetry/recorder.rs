@@ -141,7 +141,8 @@ impl Recorder {
         let bytes = size(&record);
         let waiting = self.shared.waiting.fetch_add(1, Ordering::Relaxed);
         let waiting_bytes = self.shared.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
-        let room = waiting < MAX_WAITING && waiting_bytes.saturating_add(bytes) <= MAX_WAITING_BYTES;
+        let room =
+            waiting < MAX_WAITING && waiting_bytes.saturating_add(bytes) <= MAX_WAITING_BYTES;
         if !room || queue.send(Message::Record(Box::new(record))).is_err() {
             self.shared.left(1, bytes);
             self.shared.lost.fetch_add(1, Ordering::Relaxed);
@@ -153,7 +154,8 @@ impl Recorder {
     pub fn flush(&self, timeout: Duration) -> bool {
         let Some(queue) = &self.queue else { return true };
         let (done, flushed) = mpsc::channel();
-        queue.send(Message::Flush(done)).is_ok() && flushed.recv_timeout(timeout).is_ok()
+        queue.send(Message::Flush(done)).is_ok()
+            && flushed.recv_timeout(timeout).is_ok()
             && self.health().waiting == 0
     }
 
@@ -268,7 +270,10 @@ impl Writer {
             if Instant::now() >= self.try_at || !self.flushes.is_empty() || !open {
                 self.write();
             }
-            self.flushes.clear();
+            for done in self.flushes.drain(..) {
+                // Whoever waited for it may have given up.
+                let _ = done.send(());
+            }
         }
         let bytes = self.pending.iter().map(|(_, bytes)| bytes).sum();
         self.shared.left(self.pending.len(), bytes);

@@ -151,6 +151,9 @@ mod tests {
         assert_eq!(kept(Privacy::default(), course).bodies, None);
         let privacy = Privacy { body_bytes: Some(100), ..Privacy::default() };
         let bodies = kept(privacy, course).bodies.unwrap();
-        assert_eq!((bodies.request.as_str(), bodies.response.as_str()), ("{\"prompt\":\"hi\"}", "hello"));
+        assert_eq!(
+            (bodies.request.as_str(), bodies.response.as_str()),
+            ("{\"prompt\":\"hi\"}", "hello")
+        );
     }
 }

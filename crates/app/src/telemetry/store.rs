@@ -19,11 +19,13 @@ const RETRY_WITHIN: Duration = Duration::from_secs(600);
 /// How long another process's lock is waited for.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Rows deleted at once while the store is too big.
-const DELETE_ROWS: u32 = 256;
+const DELETE_ROWS: u32 = 32;
 
+/// Rows lie in the order in which they were written, so that deleting the oldest frees whole pages.
 const SCHEMA: &str = "
     CREATE TABLE requests (
-        span_id TEXT PRIMARY KEY,
+        id INTEGER PRIMARY KEY,
+        span_id TEXT NOT NULL UNIQUE,
         trace_id TEXT NOT NULL,
         started_us INTEGER NOT NULL,
         duration_us INTEGER NOT NULL,
@@ -46,7 +48,7 @@ const SCHEMA: &str = "
         retry_of TEXT,
         record TEXT NOT NULL,
         bodies TEXT
-    ) WITHOUT ROWID;
+    );
     CREATE INDEX by_start ON requests (started_us);
     CREATE INDEX by_trace ON requests (trace_id);
     CREATE INDEX by_hash ON requests (request_hash, started_us) WHERE request_hash IS NOT NULL;
@@ -207,12 +209,11 @@ impl Store {
     /// SQLite failed; what was deleted by then is.
     pub fn retain(&mut self) -> Result<(), StoreError> {
         let oldest = now_us().saturating_sub(micros(self.options.keep));
-        self.connection
-            .execute("DELETE FROM requests WHERE started_us < ?1", [signed(oldest)])?;
+        self.connection.execute("DELETE FROM requests WHERE started_us < ?1", [signed(oldest)])?;
         while self.used_bytes()? > self.options.max_bytes {
             let deleted = self.connection.execute(
-                "DELETE FROM requests WHERE span_id IN
-                    (SELECT span_id FROM requests ORDER BY started_us LIMIT ?1)",
+                "DELETE FROM requests WHERE id IN
+                    (SELECT id FROM requests ORDER BY id LIMIT ?1)",
                 [DELETE_ROWS],
             )?;
             if deleted == 0 {
@@ -269,9 +270,8 @@ fn retried(connection: &Connection, record: &Record) -> Result<Option<SpanId>, S
             Ok((row.get::<_, String>(0)?, row.get::<_, String>(1)?))
         })
         .optional()?;
-    let failed = before.filter(|(_, outcome)| {
-        ErrorClass::named(outcome).is_some_and(ErrorClass::invites_retry)
-    });
+    let failed = before
+        .filter(|(_, outcome)| ErrorClass::named(outcome).is_some_and(ErrorClass::invites_retry));
     Ok(failed.and_then(|(span_id, _)| span_id.parse().ok()))
 }
 
@@ -281,7 +281,7 @@ fn insert(connection: &Connection, record: &Record) -> Result<(), StoreError> {
     let tokens = &record.tokens;
     let mut statement = connection.prepare_cached(
         "INSERT OR REPLACE INTO requests VALUES (
-            :span_id, :trace_id, :started_us, :duration_us, :first_token_us, :client, :session,
+            NULL, :span_id, :trace_id, :started_us, :duration_us, :first_token_us, :client, :session,
             :endpoint, :model, :outcome, :prompt, :cached, :output, :reasoning, :prefill_us,
             :decode_us, :rounds, :proposed, :accepted, :request_hash, :retry_of, :record, :bodies)",
     )?;
@@ -372,9 +372,8 @@ impl Reader {
     /// # Errors
     /// The store can't be read.
     pub fn list(&self, filter: &Filter, limit: usize) -> Result<Vec<Record>, StoreError> {
-        let query = format!(
-            "SELECT record FROM requests {WHERE} ORDER BY started_us DESC LIMIT {limit}"
-        );
+        let query =
+            format!("SELECT record FROM requests {WHERE} ORDER BY started_us DESC LIMIT {limit}");
         let mut records = Vec::new();
         self.each(&query, filter, |row| {
             let mut record: Record = serde_json::from_str(text(row, 0)?)?;

@@ -63,10 +63,9 @@ fn filters_agree_with_a_filter_by_hand() {
         (Filter { outcome: some("error"), ..Filter::default() }, |r| r.error.is_some()),
         (Filter { outcome: some("timeout"), ..Filter::default() }, |r| r.outcome() == "timeout"),
         (Filter { client: some("' OR 1=1"), ..Filter::default() }, |_| false),
-        (
-            Filter { since_us: Some(500), before_us: Some(1_000), ..Filter::default() },
-            |r| (500..1_000).contains(&r.started_us),
-        ),
+        (Filter { since_us: Some(500), before_us: Some(1_000), ..Filter::default() }, |r| {
+            (500..1_000).contains(&r.started_us)
+        }),
     ] {
         let mut expected: Vec<&Record> = records.iter().filter(|r| matches(r)).collect();
         expected.reverse();
@@ -97,19 +96,22 @@ fn retries_are_equal_requests_after_a_failure() {
     let after_bad = hashed(answered(22 * second), "c");
     let late_first = hashed(failed(30 * second, ErrorClass::Timeout), "d");
     let late = hashed(answered(700 * second), "d");
-    let out = stored(&mut store, &[
-        cancelled.clone(),
-        retry,
-        overlapping,
-        other_text,
-        other_client,
-        again_after_success,
-        bad,
-        after_bad,
-        late_first,
-        late,
-        answered(13 * second),
-    ]);
+    let out = stored(
+        &mut store,
+        &[
+            cancelled.clone(),
+            retry,
+            overlapping,
+            other_text,
+            other_client,
+            again_after_success,
+            bad,
+            after_bad,
+            late_first,
+            late,
+            answered(13 * second),
+        ],
+    );
     let found: Vec<Option<SpanId>> = out.iter().map(|record| record.retry_of).collect();
     let mut expected = vec![None; out.len()];
     expected[1] = Some(cancelled.span_id);
@@ -145,7 +147,7 @@ fn the_oldest_go_while_the_store_is_too_big() {
     assert!(store.bytes().unwrap() > options.max_bytes);
     store.retain().unwrap();
     let left = all(&options);
-    assert!(!left.is_empty() && left.len() < big.len());
+    assert!((50..500).contains(&left.len()), "{}", left.len());
     assert!(left.iter().eq(big.iter().rev().take(left.len())), "not the newest were kept");
     drop(store);
     let on_disk: u64 = std::fs::read_dir(scratch.path())
@@ -172,7 +174,8 @@ fn another_versions_store_is_not_touched() {
     refused(Store::open(&options).unwrap_err());
     refused(Reader::open(&options.path).unwrap_err());
     let connection = Connection::open(&options.path).unwrap();
-    let rows: i64 = connection.query_row("SELECT count(*) FROM requests", [], |r| r.get(0)).unwrap();
+    let rows: i64 =
+        connection.query_row("SELECT count(*) FROM requests", [], |r| r.get(0)).unwrap();
     assert_eq!(rows, 1);
 }
 

@@ -212,8 +212,12 @@ fn tracestate(headers: &HeaderMap) -> Option<String> {
     let members: Vec<&str> = members.into_iter().filter(|member| !member.is_empty()).collect();
     let well_formed = |member: &&str| {
         member.split_once('=').is_some_and(|(key, value)| {
-            let key_byte = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"_-*/@".contains(&b);
-            !key.is_empty() && key.bytes().all(key_byte) && !value.is_empty() && !value.contains('=')
+            let key_byte =
+                |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"_-*/@".contains(&b);
+            !key.is_empty()
+                && key.bytes().all(key_byte)
+                && !value.is_empty()
+                && !value.contains('=')
         })
     };
     let fits = members.len() <= MAX_STATE_MEMBERS && members.iter().all(well_formed);
@@ -240,7 +244,8 @@ mod tests {
     fn a_right_parent_is_taken() {
         for (flags, sampled) in [("00", false), ("01", true), ("fe", false), ("ff", true)] {
             let parent = format!("00-{TRACE}-{SPAN}-{flags}");
-            let context = TraceContext::from_headers(&headers(&[("traceparent", parent.as_bytes())]));
+            let context =
+                TraceContext::from_headers(&headers(&[("traceparent", parent.as_bytes())]));
             assert_eq!(context.trace_id.to_string(), TRACE);
             assert_eq!(context.parent_id.unwrap().to_string(), SPAN);
             assert_eq!(context.sampled, sampled);
@@ -264,8 +269,20 @@ mod tests {
         let forbidden = format!("ff-{TRACE}-{SPAN}-01");
         let spaced = format!("00-{TRACE}-{SPAN}-01 x");
         for bad in [
-            "", "-", "---", "00", TRACE, &zero_trace, &zero_span, &upper, &long, &huge, &signed, &wide,
-            &forbidden, &spaced,
+            "",
+            "-",
+            "---",
+            "00",
+            TRACE,
+            &zero_trace,
+            &zero_span,
+            &upper,
+            &long,
+            &huge,
+            &signed,
+            &wide,
+            &forbidden,
+            &spaced,
         ] {
             let context = TraceContext::from_headers(&headers(&[("traceparent", bad.as_bytes())]));
             assert_eq!(context.parent_id, None, "{bad:.80}");
@@ -301,7 +318,8 @@ mod tests {
 
     #[test]
     fn ids_differ() {
-        let ids: std::collections::HashSet<TraceId> = (0..1000).map(|_| TraceId::random()).collect();
+        let ids: std::collections::HashSet<TraceId> =
+            (0..1000).map(|_| TraceId::random()).collect();
         assert_eq!(ids.len(), 1000);
     }
 }

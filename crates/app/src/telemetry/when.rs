@@ -48,7 +48,9 @@ mod tests {
         assert_eq!(parse("99999999d", now), Ok(0));
         assert_eq!(parse("1700000000000000", now), Ok(1_700_000_000_000_000));
         assert_eq!(parse("1970-01-01T00:00:01Z", now), Ok(1_000_000));
-        for bad in ["", "h", "-1h", "+1h", "1w", "1.5h", "yesterday", "é", "1é", "99999999999999999999d"] {
+        for bad in
+            ["", "h", "-1h", "+1h", "1w", "1.5h", "yesterday", "é", "1é", "99999999999999999999d"]
+        {
             assert!(parse(bad, now).unwrap_err().contains("no time"), "{bad}");
         }
     }

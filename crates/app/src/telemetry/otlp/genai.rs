@@ -35,12 +35,13 @@ fn root(record: &Record) -> Span {
     span.attributes = attributes(record, operation);
     // Of a server's errors only its own are errors of the span.
     let fault = record.error.as_ref().filter(|error| {
-        matches!(error.class, ErrorClass::ServerError | ErrorClass::Overloaded | ErrorClass::Timeout)
+        matches!(
+            error.class,
+            ErrorClass::ServerError | ErrorClass::Overloaded | ErrorClass::Timeout
+        )
     });
-    span.status = fault.map(|error| Status {
-        message: error.message.clone(),
-        code: StatusCode::Error.into(),
-    });
+    span.status = fault
+        .map(|error| Status { message: error.message.clone(), code: StatusCode::Error.into() });
     span
 }
 
@@ -118,9 +119,8 @@ fn add(spans: &mut Vec<Span>, record: &Record, part: &record::Span, parent: Span
     let start = record.started_us.saturating_add(part.start_us);
     span.start_time_unix_nano = nanos(start);
     span.end_time_unix_nano = nanos(start.saturating_add(part.duration_us));
-    let own = |(name, value): (&String, &Value)| {
-        attribute(&format!("th_engine.{name}"), value.clone())
-    };
+    let own =
+        |(name, value): (&String, &Value)| attribute(&format!("th_engine.{name}"), value.clone());
     span.attributes = part.attributes.iter().map(own).collect();
     spans.push(span);
     for child in &part.children {
