@@ -14,6 +14,7 @@ mod xml;
 use serde_json::{Map, Value, json};
 
 pub use parser::ToolParser;
+pub(crate) use typed::{Written, resolve, written};
 
 /// A tool that the model may call.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,7 +43,9 @@ impl Tool {
             Value::Null => Value::Object(Map::new()),
             object @ Value::Object(_) => object.clone(),
             _ => {
-                return Err(format!("the parameters of tool {name:?} must be a JSON schema object"));
+                return Err(format!(
+                    "the parameters of tool {name:?} must be a JSON schema object"
+                ));
             }
         };
         Ok(Tool {

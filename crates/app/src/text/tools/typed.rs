@@ -73,6 +73,27 @@ impl Param {
     }
 }
 
+/// How values of a schema are written in the XML format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Written {
+    /// All as they stand.
+    Text,
+    /// Strings as they stand, others as JSON.
+    Either,
+    /// All as JSON.
+    Json,
+}
+
+/// How values of `schema`, which is part of `root`, are written.
+pub(crate) fn written(schema: &Value, root: &Value) -> Written {
+    let types = Types::of_schema(schema, root, MAX_DEPTH);
+    match types {
+        Types::STRING => Written::Text,
+        _ if types.contains(Types::STRING) => Written::Either,
+        _ => Written::Json,
+    }
+}
+
 /// A set of JSON's types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Types(u8);
@@ -193,7 +214,7 @@ impl std::fmt::Display for Types {
 }
 
 /// What a reference within the schema points at.
-pub(super) fn resolve<'a>(reference: &Value, root: &'a Value) -> Option<&'a Value> {
+pub(crate) fn resolve<'a>(reference: &Value, root: &'a Value) -> Option<&'a Value> {
     root.pointer(reference.as_str()?.strip_prefix('#')?)
 }
 
