@@ -51,8 +51,8 @@ impl Loader for Local {
             model: name_of(&request.model),
             draft: match engine.drafter() {
                 Drafter::DFlash => Some(draft_name(&request.draft)),
-                Drafter::Host(drafter) => Some(drafter.name().to_owned()),
                 Drafter::None => None,
+                drafter => Some(drafter.name().to_owned()),
             },
             device: engine.dev.info().name,
             floor_ms_per_round: floor,
@@ -225,7 +225,7 @@ pub fn build<D: Device>(
     };
     let drafter = match (&request.draft, &draft) {
         (_, Some(_)) => Drafter::DFlash,
-        (DraftRef::Ngram, None) => Drafter::Host(Box::new(Ngram::with_capacity(context))),
+        (DraftRef::Ngram, None) => Drafter::host(Box::new(Ngram::with_capacity(context))),
         _ => Drafter::None,
     };
     let adapt = !request.always_draft;
