@@ -223,6 +223,19 @@ pub struct Loaded {
     pub memory: MemoryBytes,
 }
 
+/// How a model answers many requests at once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServeOptions {
+    /// Requests that are answered at the same time.
+    pub lanes: usize,
+    /// Requests that may wait.
+    pub queue: usize,
+    /// States that the prefix cache keeps.
+    pub checkpoints: usize,
+    /// Whether only state that prefill passes made is reused.
+    pub exact_cache: bool,
+}
+
 /// A model that is ready to answer many requests at once.
 pub struct Serving {
     /// Answers them.
@@ -272,6 +285,7 @@ pub trait Loader: Sync {
     fn serve(
         &self,
         request: &LoadRequest,
+        options: &ServeOptions,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Serving>;
 

@@ -1,14 +1,15 @@
 //! The engine on this machine, behind the seam of [`crate::generate`].
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use engine::ngram::Ngram;
 use engine::{
-    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults, Session,
+    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults, ServiceOptions,
+    Session,
 };
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
@@ -20,10 +21,9 @@ use crate::device::{Chosen, choose};
 use crate::forecast;
 use crate::generate::{
     DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded,
-    Loader, ModelRef, Prefill, Progress, Round, Section, Serving, TextSource,
+    Loader, ModelRef, Prefill, Progress, Round, Section, ServeOptions, Serving, TextSource,
 };
 use crate::profile;
-use crate::serve::single_lane::SingleLane;
 use crate::text::gguf_vocab::GgufVocab;
 
 /// Tokens of context unless the request or the model says otherwise.
@@ -70,6 +70,7 @@ impl Loader for Local {
     fn serve(
         &self,
         request: &LoadRequest,
+        options: &ServeOptions,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Serving> {
         let sources = Sources::open(request)?;
@@ -79,22 +80,41 @@ impl Loader for Local {
             (defaults(generation), generation.eos_token_ids.clone())
         };
         let (tell, told) = mpsc::channel();
-        let for_engine = request.clone();
-        let service = std::thread::spawn(move || {
-            SingleLane::start(move || {
-                let Chosen { dev, options, .. } = choose(&for_engine, &sources)?;
-                build(dev, options, &sources, &for_engine, &mut |progress| {
-                    // Nobody waits for news of a load that was given up.
-                    let _ = tell.send((progress.phase.to_owned(), progress.done_bytes, progress.total_bytes));
+        let (for_engine, options) = (request.clone(), options.clone());
+        // The engine is built on a thread of its own, perhaps again after a failure; this one tells
+        // how far it is.
+        let builder = std::thread::spawn(move || {
+            let mut sources = Some(sources);
+            let build = move || {
+                let sources = sources.take().map_or_else(|| Sources::open(&for_engine), Ok)?;
+                let Chosen { dev, options: suits, .. } = choose(&for_engine, &sources)?;
+                let lanes = EngineOptions {
+                    slots: options.lanes,
+                    snapshots: options.checkpoints,
+                    ..suits
+                };
+                build(dev, lanes, &sources, &for_engine, &mut |progress| {
+                    // Nobody listens when it is built again.
+                    let news = (progress.phase.to_owned(), progress.done_bytes, progress.total_bytes);
+                    let _ = tell.send(news);
                 })
-            })
+            };
+            let how = ServiceOptions {
+                queue: options.queue,
+                exact_cache: options.exact_cache,
+                ..ServiceOptions::default()
+            };
+            engine::serve(build, how)
         });
-        for (phase, done_bytes, total_bytes) in told {
-            progress(Progress { phase: &phase, done_bytes, total_bytes });
+        while !builder.is_finished() {
+            let news = told.recv_timeout(Duration::from_millis(50));
+            if let Ok((phase, done_bytes, total_bytes)) = news {
+                progress(Progress { phase: &phase, done_bytes, total_bytes });
+            }
         }
-        let service = service.join().unwrap_or_else(|_| anyhow::bail!("loading panicked"))?;
+        let service = builder.join().unwrap_or_else(|_| anyhow::bail!("loading panicked"))?;
         Ok(Serving {
-            service: Arc::new(service),
+            service,
             text,
             model: name_of(&request.model),
             draft: match &request.draft {

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use app::generate::{
     Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded, Loader, Prefill,
-    Progress, Round, Section, Serving, TextSource,
+    Progress, Round, Section, ServeOptions, Serving,
+    TextSource,
 };
 use app::text::tokenizer::{Tok, Tokenizer};
 use serde_json::{Value, json};
@@ -96,6 +97,7 @@ impl Loader for Scripted {
     fn serve(
         &self,
         _request: &LoadRequest,
+        _options: &ServeOptions,
         _progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Serving> {
         anyhow::bail!("these tests serve nobody")

@@ -45,8 +45,15 @@ pub fn begin(
         prepared,
     };
     for index in 0..generation.choices {
+        let guided = prepare::guide(model, generation, &answer.prepared, exchange)?;
+        if index == 0 {
+            answer.prepared.notes.extend(guided.notes);
+        }
         let sampler = sampler.choice(index as u32);
-        let request = prepare::request(model, generation, &answer.prepared, sampler, exchange)?;
+        let (prepared, constraint) = (&answer.prepared, guided.constraint);
+        let request =
+            prepare::request(model, generation, prepared, sampler, constraint, exchange);
+        let choice = Choice::new(model, generation, prepared, guided.exact_calls);
         let events = events.clone();
         let sink = Box::new(move |event| {
             // Nobody listens any more: the answer was dropped, and its requests are cancelled.
@@ -54,7 +61,7 @@ pub fn begin(
         });
         let id = model.service.submit(request, sink)?;
         answer.running.ids.push(Some(id));
-        answer.choices.push(Choice::new(model, generation, &answer.prepared));
+        answer.choices.push(choice);
     }
     Ok(answer)
 }

@@ -31,6 +31,9 @@ pub struct ServeArgs {
     /// Limits of requests
     #[command(flatten)]
     pub limits: LimitArgs,
+    /// How many are answered at once
+    #[command(flatten)]
+    pub lanes: LaneArgs,
     /// When the model is loaded and the server leaves
     #[command(flatten)]
     pub life: LifeArgs,
@@ -93,6 +96,25 @@ pub struct LimitArgs {
     /// How long a streamed reply may be silent before it says that it lives
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub keep_alive: Duration,
+}
+
+/// How many are answered at once.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Lanes")]
+pub struct LaneArgs {
+    /// Requests that are answered at the same time; each may fill the whole context
+    #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub lanes: u16,
+    /// Requests that may wait; more are told to come again
+    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..))]
+    pub queue: u16,
+    /// States of earlier prompts that are kept, so that what begins like them need not be read again
+    #[arg(long, value_name = "N", default_value = "32", value_parser = clap::value_parser!(u16).range(0..=4096))]
+    pub checkpoints: u16,
+    /// Reuse only what reading prompts made, not what answering made: the text of an answer then never
+    /// depends on what was asked before
+    #[arg(long)]
+    pub exact_cache: bool,
 }
 
 /// When the model is loaded and the server leaves.

@@ -37,7 +37,12 @@ pub(super) struct Choice {
 
 impl Choice {
     /// A choice at its beginning.
-    pub(super) fn new(model: &Served, generation: &Generation, prepared: &Prepared) -> Choice {
+    pub(super) fn new(
+        model: &Served,
+        generation: &Generation,
+        prepared: &Prepared,
+        exact_calls: bool,
+    ) -> Choice {
         let options = StreamOptions {
             stops: generation.stop.clone(),
             start: prepared.start,
@@ -54,7 +59,7 @@ impl Choice {
             reasoning_tokens: 0,
             stop: None,
             logprobs: generation.logprobs.map(|_| Waiting::default()),
-            tools: parser(&generation.input),
+            tools: parser(&generation.input, exact_calls),
             called: Vec::new(),
         }
     }
@@ -164,10 +169,11 @@ impl Choice {
     }
 }
 
-fn parser(input: &Input) -> Option<ToolParser> {
+fn parser(input: &Input, exact: bool) -> Option<ToolParser> {
     let Input::Chat(Chat { tools, tool_choice, .. }) = input else { return None };
     let may_call = !tools.is_empty() && *tool_choice != ToolChoice::None;
-    may_call.then(|| ToolParser::new(tools, ids::fresh("call_")))
+    let parser = || ToolParser::new(tools, ids::fresh("call_"));
+    may_call.then(|| if exact { parser().exact() } else { parser() })
 }
 
 /// Adds a piece of the answer to what is new.

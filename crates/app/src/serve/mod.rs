@@ -28,7 +28,6 @@ pub mod prepare;
 pub mod router;
 pub mod run;
 pub mod security;
-pub mod single_lane;
 pub mod state;
 pub mod stream;
 pub mod text;

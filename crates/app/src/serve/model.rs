@@ -8,6 +8,7 @@ use engine::service::{Service, ServiceInfo};
 
 use super::errors::ApiError;
 use crate::text::chat::ChatText;
+use crate::text::grammar::Grammars;
 
 /// A model that is ready to answer many requests at once.
 pub struct Served {
@@ -17,6 +18,8 @@ pub struct Served {
     pub info: ServiceInfo,
     /// Tokenizer and templates; synthetic models have none.
     pub text: Option<Arc<ChatText>>,
+    /// Compiles what answers have to obey; for models with a tokenizer.
+    pub grammars: Option<Grammars>,
     /// The model's own name.
     pub name: String,
     /// The draft's name.

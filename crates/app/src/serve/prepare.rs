@@ -11,11 +11,11 @@ use super::generation::{Chat, Generation, Input};
 use super::model::Served;
 use crate::telemetry::timeline::Stage;
 use crate::text::chat::{ChatError, ChatText, Prompt, TemplateOptions};
-use crate::text::grammar::ResponseFormat;
+use crate::text::grammar::{AnswerRules, Guided, ResponseFormat};
 use crate::text::reasoning::Start;
 use crate::text::template::TemplateError;
 use crate::text::tokenizer::Tok;
-use crate::text::tools::{Tool, ToolChoice};
+use crate::text::tools::{Tool, ToolChoice, ToolFormat};
 
 /// The most answers of one request.
 pub const MAX_CHOICES: usize = 128;
@@ -81,9 +81,8 @@ pub fn render(text: &ChatText, chat: &Chat) -> Result<Prompt, ApiError> {
         reasoning_effort: chat.reasoning.effort.clone(),
         extra: chat.template.clone(),
     };
-    // A model calls no tool that it does not see.
-    let offered = chat.tools.iter().filter(|_| chat.tool_choice != ToolChoice::None);
-    let tools: Vec<_> = offered.map(Tool::definition).collect();
+    // Tools stay in the prompt when none may be called: leaving them out would lose the cache.
+    let tools: Vec<_> = chat.tools.iter().map(Tool::definition).collect();
     text.prompt(&chat.messages, &tools, &options).map_err(chat_error)
 }
 
@@ -152,33 +151,73 @@ pub fn sampler(model: &Served, generation: &Generation) -> Result<Sampler, ApiEr
     resolved.map_err(|error| ApiError::invalid(error.option, error.to_string()))
 }
 
+/// What the answers of a request have to obey, compiled for one choice; the same again for the next
+/// one costs nothing.
+///
+/// # Errors
+/// If it can't be enforced.
+pub fn guide(
+    model: &Served,
+    generation: &Generation,
+    prepared: &Prepared,
+    exchange: &Exchange,
+) -> Result<Guided, ApiError> {
+    let plain = Chat { parallel_tool_calls: true, ..Chat::default() };
+    let chat = match &generation.input {
+        Input::Chat(chat) => chat,
+        Input::Text(_) | Input::Tokens(_) => &plain,
+    };
+    let Some(grammars) = &model.grammars else {
+        return match generation.response_format {
+            ResponseFormat::Text => Ok(Guided::default()),
+            _ => model.text().map(|_| Guided::default()),
+        };
+    };
+    let template = model.text()?.templates().choose(!chat.tools.is_empty());
+    let rules = AnswerRules {
+        start: prepared.start,
+        reasoning_budget: chat.reasoning.budget,
+        format: &generation.response_format,
+        tools: &chat.tools,
+        choice: &chat.tool_choice,
+        parallel: chat.parallel_tool_calls,
+        tool_format: template.and_then(|template| ToolFormat::of_template(template.source())),
+    };
+    let begun = Instant::now();
+    let guided = grammars.guide(&rules);
+    exchange.stage(Stage::Constraint, begun);
+    guided.map_err(|error| {
+        let forced = matches!(chat.tool_choice, ToolChoice::Required | ToolChoice::Named(_));
+        let (code, param) = match forced {
+            true => ("invalid_tool_choice", "tool_choice"),
+            false => ("invalid_response_format", "response_format"),
+        };
+        let refusal = ApiError::bad_request(code, error.to_string());
+        ApiError { param: Some(param.into()), ..refusal }
+    })
+}
+
 /// What the engine is asked for one choice.
 pub fn request(
     model: &Served,
     generation: &Generation,
     prepared: &Prepared,
     sampler: Sampler,
+    constraint: Option<Box<dyn Constraint>>,
     exchange: &Exchange,
-) -> Result<Request, ApiError> {
+) -> Request {
     let limits = generation.limits;
-    Ok(Request {
+    Request {
         prompt: prepared.ids.clone(),
         boundaries: prepared.boundaries.clone(),
         max_tokens: limits.max_tokens.unwrap_or(model.info.context),
         stop_tokens: model.stop_tokens.clone(),
         sampler,
         logprobs: generation.logprobs,
-        constraint: constraint(generation)?,
+        constraint,
         draft: generation.draft,
         priority: generation.priority,
         deadline: limits.timeout.and_then(|timeout| exchange.arrived().checked_add(timeout)),
         cache: generation.cache,
-    })
-}
-
-fn constraint(generation: &Generation) -> Result<Option<Box<dyn Constraint>>, ApiError> {
-    match generation.response_format {
-        ResponseFormat::Text => Ok(None),
-        _ => Err(ApiError::unsupported("response_format", "only plain text is given for now")),
     }
 }

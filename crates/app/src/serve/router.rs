@@ -14,7 +14,7 @@ use utoipa_axum::routes;
 
 use super::errors::{self, ApiError};
 use super::state::App;
-use super::{anthropic, exchange, health, ollama, openai, security, text};
+use super::{anthropic, exchange, health, ollama, openai, page, security, text};
 use crate::telemetry::ErrorClass;
 
 /// The description of all routes.
@@ -32,6 +32,7 @@ pub fn router(app: App) -> Router {
     let document = axum::Json(document);
     let routes = routes
         .merge(crate::telemetry::routes::routes(app.recorder.clone()))
+        .merge(page::routes())
         // Repository ids have a slash, which a path of one segment can't say.
         .route("/v1/models/{owner}/{name}", get(openai::models::show_model_of_owner))
         .route("/openapi.json", get(move || async move { document }))

@@ -17,7 +17,7 @@ use super::security::Security;
 use super::state::{App, Options, Server};
 use crate::Failure;
 use crate::config::Surroundings;
-use crate::generate::{LoadRequest, Loader, Serving};
+use crate::generate::{LoadRequest, Loader, ServeOptions, Serving};
 use crate::session::open_text;
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::otlp::OtlpOptions;
@@ -25,6 +25,7 @@ use crate::telemetry::privacy::Privacy;
 use crate::telemetry::store::StoreOptions;
 use crate::telemetry::{Recorder, RecorderOptions};
 use crate::terminal::{error, note};
+use crate::text::grammar::Grammars;
 
 /// Threads that move bytes; the engine has its own.
 const WORKERS: usize = 2;
@@ -52,7 +53,7 @@ pub fn run(
         warn(&args.access, &security);
         let metrics = Arc::new(Metrics::new());
         let recorder = Recorder::start(traces, Arc::clone(&metrics));
-        let lifecycle = Lifecycle::start(load(loader, request.clone(), metrics));
+        let lifecycle = Lifecycle::start(load(loader, request.clone(), lanes(args), metrics));
         let app = Server::new(options(args), security, lifecycle, recorder);
         tell(&app, listener.shown());
         if let Some(idle) = args.life.idle_release {
@@ -79,6 +80,15 @@ async fn listener(args: &ServeArgs) -> anyhow::Result<Listener> {
     match socket {
         Some(path) => Listener::unix(path),
         None => Listener::tcp(SocketAddr::new(args.access.host, args.access.port)).await,
+    }
+}
+
+fn lanes(args: &ServeArgs) -> ServeOptions {
+    ServeOptions {
+        lanes: args.lanes.lanes.into(),
+        queue: args.lanes.queue.into(),
+        checkpoints: args.lanes.checkpoints.into(),
+        exact_cache: args.lanes.exact_cache,
     }
 }
 
@@ -163,9 +173,14 @@ fn traces(
 }
 
 /// How the model is loaded, now and after it was released.
-fn load(loader: &'static dyn Loader, request: LoadRequest, metrics: Arc<Metrics>) -> Load {
+fn load(
+    loader: &'static dyn Loader,
+    request: LoadRequest,
+    lanes: ServeOptions,
+    metrics: Arc<Metrics>,
+) -> Load {
     Arc::new(move |report| {
-        let serving = loader.serve(&request, &mut |progress| {
+        let serving = loader.serve(&request, &lanes, &mut |progress| {
             report(Loading {
                 phase: progress.phase.to_owned(),
                 done_bytes: progress.done_bytes,
@@ -174,10 +189,16 @@ fn load(loader: &'static dyn Loader, request: LoadRequest, metrics: Arc<Metrics>
         })?;
         let Serving { service, text, model, draft, defaults, stop_tokens } = serving;
         metrics.watch_service(&service);
+        let text = open_text(&text)?.map(Arc::new);
+        let grammars = match &text {
+            Some(text) => Some(Grammars::new(text.shared_tok(), &stop_tokens)?),
+            None => None,
+        };
         Ok(Served {
             info: service.info(),
             service,
-            text: open_text(&text)?.map(Arc::new),
+            text,
+            grammars,
             name: model,
             draft,
             defaults,

@@ -18,8 +18,8 @@ use super::errors::ApiError;
 use crate::telemetry::ErrorClass;
 use super::state::App;
 
-/// Routes that anyone may ask for: whether the server lives is no secret.
-const OPEN: [&str; 2] = ["/health", "/ready"];
+/// Routes that anyone may ask for: whether the server lives is no secret, and the page has no data.
+const OPEN: [&str; 3] = ["/", "/health", "/ready"];
 
 /// Who may ask.
 #[derive(Clone, Default)]

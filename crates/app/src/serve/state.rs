@@ -6,12 +6,13 @@ use std::time::{Duration, SystemTime};
 use super::answer::{self, Answer};
 use super::errors::ApiError;
 use super::exchange::Exchange;
-use super::generation::Generation;
+use super::generation::{Generation, Input};
 use super::lifecycle::{Lifecycle, Phase};
 use super::model::Served;
 use super::openai::store::Responses;
 use super::security::Security;
 use crate::telemetry::Recorder;
+use crate::text::grammar::ResponseFormat;
 
 /// The server, as handlers see it.
 pub type App = Arc<Server>;
@@ -122,7 +123,7 @@ impl Server {
             (asked, most) => asked.or(most),
         };
         exchange.generates(&served.name, &generation, streams);
-        let answer = if generation.input.bytes() <= PREPARED_INLINE {
+        let answer = if quick(&generation) {
             answer::begin(served, &generation, exchange)?
         } else {
             let (served, exchange) = (Arc::clone(served), exchange.clone());
@@ -147,8 +148,13 @@ impl Server {
     }
 }
 
-/// Prompts up to this size are prepared on the thread that also moves bytes: about a millisecond.
-const PREPARED_INLINE: usize = 8 << 10;
+/// Whether a request is prepared within about a millisecond, and may be on a thread that also moves
+/// bytes: its prompt is short, and there is no grammar to compile.
+fn quick(generation: &Generation) -> bool {
+    let tools = matches!(&generation.input, Input::Chat(chat) if !chat.tools.is_empty());
+    let plain = generation.response_format == ResponseFormat::Text && !tools;
+    plain && generation.input.bytes() <= 8 << 10
+}
 
 fn unknown_model(asked: &str, names: &[String]) -> ApiError {
     let shown: String = asked.chars().take(100).collect();

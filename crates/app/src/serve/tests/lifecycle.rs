@@ -82,8 +82,8 @@ async fn an_idle_model_is_released_and_loaded_again() {
     assert_eq!((health.status, health.json()["status"].clone()), (StatusCode::OK, json!("released")));
     assert_eq!(rig.get("/ready").await.status, StatusCode::SERVICE_UNAVAILABLE);
     // Many requests at once load it once.
-    let (a, b) = (rig.chat(&json!({})), rig.chat(&json!({})));
-    let (a, b) = tokio::join!(a, b);
+    let fields = json!({});
+    let (a, b) = tokio::join!(rig.chat(&fields), rig.chat(&fields));
     assert_eq!((a.status, b.status), (StatusCode::OK, StatusCode::OK));
     assert_eq!(loads.load(Ordering::SeqCst), 2);
 }
@@ -98,7 +98,8 @@ async fn a_server_that_leaves_ends_what_runs_and_takes_nothing_more() {
     });
     let lifecycle = Lifecycle::ready(served(Arc::clone(&engine)));
     let rig = rig(&engine, Arc::clone(&lifecycle));
-    let running = rig.chat(&json!({"stream": true, "enable_thinking": false}));
+    let fields = json!({"stream": true, "enable_thinking": false});
+    let running = rig.chat(&fields);
     let leaving = async {
         tokio::time::sleep(Duration::from_millis(20)).await;
         lifecycle.drain();

@@ -22,6 +22,7 @@ use crate::serve::state::{App, Options, Server};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::{Recorder, RecorderOptions};
 use crate::text::chat::ChatText;
+use crate::text::grammar::Grammars;
 use crate::text::guard::Guarded;
 use crate::text::template::Templates;
 use crate::text::tokenizer::{Tok, Tokenizer};
@@ -182,7 +183,8 @@ pub(super) fn served(engine: Arc<Scripted>) -> Served {
     Served {
         info: engine.info(),
         service: engine,
-        text: Some(Arc::new(ChatText::new(tok, templates, serde_json::Map::new()))),
+        text: Some(Arc::new(ChatText::new(tok.clone(), templates, serde_json::Map::new()))),
+        grammars: Some(Grammars::new(tok, &[EOS]).unwrap()),
         name: "scripted".into(),
         draft: None,
         defaults: SamplingDefaults { temperature: Some(0.6), top_k: Some(20), ..SamplingDefaults::default() },

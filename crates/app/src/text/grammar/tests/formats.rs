@@ -130,7 +130,7 @@ fn thinking_comes_first() {
             let mut stream = OutputStream::new(model.tok.as_ref(), &options);
             let (mut reasoning, mut answer, mut thought) = (String::new(), String::new(), 0);
             for &token in &tokens {
-                let delta = stream.push(token);
+                let delta = stream.push(model.tok.as_ref(), token);
                 thought += usize::from(answer.is_empty() && delta.answer.is_empty());
                 reasoning += &delta.reasoning;
                 answer += &delta.answer;
