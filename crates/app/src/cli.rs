@@ -8,7 +8,7 @@ use engine::{Rule, SamplingOptions};
 use crate::config::Surroundings;
 use crate::generate::{DeviceKind, GenerateOptions, Isa, LoadRequest};
 use crate::serve;
-use crate::serve::args::ServeArgs;
+use crate::serve::args::{LaunchArgs, ServeArgs};
 use crate::watch::top::TopArgs;
 use crate::watch::traces::TracesArgs;
 
@@ -56,6 +56,11 @@ error otherwise.")]
 Answer the requests of applications, in OpenAI's, Anthropic's and Ollama's APIs. GET /openapi.json
 describes them, GET /status tells how the server is. Ctrl-C or SIGTERM let requests end first.")]
     Serve(Box<ServeArgs>),
+    /// Start an agent on a server that runs: Claude Code, Codex or opencode
+    #[command(long_about = "\
+Start an agent on a server that runs, with the context and the limits that the server really has. With \
+--print, print what would be set instead, as commands of a shell.")]
+    Launch(LaunchArgs),
     /// Describe a model: shapes, memory, expected speed, tokenizer, template
     Inspect(InspectArgs),
     /// Measure prefill, decode and rounds here, next to what the bytes allow
@@ -305,7 +310,7 @@ impl Cli {
         let answer = match &cli.command {
             Command::Chat(args) => Some(&args.answer),
             Command::Run(args) => Some(&args.answer),
-            Command::Serve(_) | Command::Inspect(_) => None,
+            Command::Serve(_) | Command::Launch(_) | Command::Inspect(_) => None,
             Command::Bench(_) | Command::Profile(_) => None,
             Command::Traces(_) | Command::Top(_) => None,
         };
@@ -376,6 +381,7 @@ impl Cli {
             Command::Chat(args) => &args.model,
             Command::Run(args) => &args.model,
             Command::Serve(args) => &args.model,
+            Command::Launch(args) => &args.model,
             Command::Inspect(args) => &args.model,
             Command::Bench(args) => &args.model,
             Command::Profile(args) => &args.model,

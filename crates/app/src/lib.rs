@@ -108,6 +108,7 @@ fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
             return watch::traces::run(args, cli.engine.model.as_deref(), &surroundings);
         }
         Command::Top(args) => return watch::top::run(args, &surroundings),
+        Command::Launch(args) => return serve::launch::run(args, &surroundings),
         Command::Serve(args) if args.print_config => {
             return write!(std::io::stdout(), "{}", args.effective).map_err(Failure::write);
         }
@@ -115,7 +116,7 @@ fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
     }
     let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
     match &cli.command {
-        Command::Traces(_) | Command::Top(_) => Ok(()),
+        Command::Traces(_) | Command::Top(_) | Command::Launch(_) => Ok(()),
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
         Command::Serve(args) => serve::run::run(loader, &request, args, &surroundings),

@@ -17,6 +17,7 @@ pub mod exchange;
 pub mod generation;
 pub mod health;
 pub mod ids;
+pub mod launch;
 pub mod lifecycle;
 pub mod listen;
 pub mod logprobs;
@@ -30,6 +31,8 @@ pub mod run;
 pub mod security;
 pub mod state;
 pub mod stream;
+#[cfg(unix)]
+pub mod supervise;
 pub mod text;
 
 #[cfg(test)]

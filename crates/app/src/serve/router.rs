@@ -57,6 +57,12 @@ fn documented() -> OpenApiRouter<App> {
     OpenApiRouter::with_openapi(Description::openapi())
         .routes(routes!(openai::chat::chat_completions))
         .routes(routes!(openai::completions::completions))
+        .routes(routes!(openai::responses::handlers::create_response))
+        .routes(routes!(
+            openai::responses::handlers::get_response,
+            openai::responses::handlers::delete_response
+        ))
+        .routes(routes!(openai::responses::handlers::list_input_items))
         .routes(routes!(openai::models::list_models))
         .routes(routes!(openai::models::show_model))
         .routes(routes!(anthropic::messages::messages))

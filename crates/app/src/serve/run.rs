@@ -51,6 +51,10 @@ pub fn run(
         // The port first: a model takes its time, and then it would be for nothing.
         let listener = listener(args).await.map_err(Failure::Run)?;
         warn(&args.access, &security);
+        let supervised = args.life.supervised_socket.is_some();
+        if args.life.supervised && !supervised {
+            return supervise(listener, args).await;
+        }
         let metrics = Arc::new(Metrics::new());
         let recorder = Recorder::start(traces, Arc::clone(&metrics));
         let lifecycle = Lifecycle::start(load(loader, request.clone(), lanes(args), metrics));
@@ -61,7 +65,7 @@ pub fn run(
         }
         let lifecycle = Arc::clone(&app.lifecycle);
         let leave = async move {
-            told_to_leave().await;
+            told_to_leave(supervised).await;
             note(&"leaving: requests may end, nothing more is taken");
             lifecycle.drain();
         };
@@ -73,6 +77,20 @@ pub fn run(
             _ => Ok(()),
         }
     })
+}
+
+#[cfg(unix)]
+async fn supervise(listener: Listener, args: &ServeArgs) -> Result<(), Failure> {
+    note(&format!("listening on {}", listener.shown()));
+    let leave = told_to_leave(false);
+    let (head, drain) = (args.limits.header_timeout, args.life.drain_timeout);
+    super::supervise::run(listener, head, leave, drain).await.map_err(Failure::Run)
+}
+
+#[cfg(not(unix))]
+async fn supervise(_listener: Listener, _args: &ServeArgs) -> Result<(), Failure> {
+    let what = "--supervised needs UNIX sockets, which this system does not have";
+    Err(Failure::Usage(anyhow::anyhow!(what)))
 }
 
 async fn listener(args: &ServeArgs) -> anyhow::Result<Listener> {
@@ -236,22 +254,44 @@ async fn release_when_idle(lifecycle: Arc<Lifecycle>, idle: Duration) {
     }
 }
 
-/// Ctrl-C, or what the system sends to end a service.
-async fn told_to_leave() {
+/// Ctrl-C, what the system sends to end a service, or the end of a supervisor.
+async fn told_to_leave(supervised: bool) {
     let interrupted = async {
-        if tokio::signal::ctrl_c().await.is_err() {
-            std::future::pending::<()>().await;
+        // At a terminal Ctrl-C reaches both processes: the supervisor's end is what counts.
+        while tokio::signal::ctrl_c().await.is_ok() {
+            if !supervised {
+                return;
+            }
         }
+        std::future::pending::<()>().await;
     };
-    #[cfg(unix)]
-    {
-        use tokio::signal::unix::{SignalKind, signal};
-        let Ok(mut terminate) = signal(SignalKind::terminate()) else { return interrupted.await };
-        tokio::select! {
-            () = interrupted => {}
-            _ = terminate.recv() => {}
-        }
+    tokio::select! {
+        () = interrupted => {}
+        () = terminated() => {}
+        () = input_ended(), if supervised => {}
     }
-    #[cfg(not(unix))]
-    interrupted.await;
+}
+
+#[cfg(unix)]
+async fn terminated() {
+    use tokio::signal::unix::{SignalKind, signal};
+    match signal(SignalKind::terminate()) {
+        Ok(mut terminate) => drop(terminate.recv().await),
+        Err(_) => std::future::pending().await,
+    }
+}
+
+#[cfg(not(unix))]
+async fn terminated() {
+    std::future::pending().await
+}
+
+/// A supervisor writes nothing; its end ends the input.
+async fn input_ended() {
+    let (ended, told) = tokio::sync::oneshot::channel();
+    std::thread::spawn(move || {
+        let read = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+        let _ = ended.send(read);
+    });
+    let _ = told.await;
 }

@@ -9,4 +9,5 @@ pub mod messages;
 pub mod models;
 pub mod options;
 pub mod reply;
+pub mod responses;
 pub mod store;

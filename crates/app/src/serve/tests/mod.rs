@@ -6,6 +6,7 @@ mod completions;
 mod errors;
 mod lifecycle;
 mod ollama;
+mod responses;
 mod rig;
 mod scripted;
 mod security;
