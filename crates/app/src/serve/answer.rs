@@ -29,6 +29,9 @@ pub fn begin(
 ) -> Result<Answer, ApiError> {
     let sampler = prepare::sampler(model, generation)?;
     let prepared = prepare::prompt(model, &generation.input, exchange)?;
+    if prepared.ids.is_empty() {
+        return Err(ApiError::invalid("prompt", "the prompt is empty: give at least one token"));
+    }
     let (events, queue) = unbounded_channel();
     let mut answer = Answer {
         model: Arc::clone(model),

@@ -86,6 +86,7 @@ pub async fn status(State(app): State<App>) -> Json<Value> {
         "status": report.status,
         "reason": report.reason,
         "build": version(),
+        "pid": std::process::id(),
         "uptime_seconds": app.uptime().as_secs_f64(),
         "lifecycle": app.phase().name(),
         "draining": app.lifecycle.draining(),

@@ -1,7 +1,7 @@
 //! Whether there is a model to answer with: loading, ready, released while idle, leaving.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::http::StatusCode;
@@ -57,6 +57,8 @@ pub struct Lifecycle {
     draining: watch::Sender<bool>,
     load: Load,
     begun: Instant,
+    /// Whether the model was released, and is loaded again when it is needed.
+    released: AtomicBool,
     /// Milliseconds from `begun` to the last request that wanted the model.
     last_used: AtomicU64,
 }
@@ -81,6 +83,7 @@ impl Lifecycle {
             draining: watch::Sender::new(false),
             load,
             begun: Instant::now(),
+            released: AtomicBool::new(false),
             last_used: AtomicU64::new(0),
         })
     }
@@ -120,14 +123,13 @@ impl Lifecycle {
             return Err(ApiError::unavailable("draining", what, Duration::from_secs(10)));
         }
         match self.phase() {
-            Phase::Released => {}
+            Phase::Released => self.reload(),
+            // The first load is a matter of the server's start, of which clients are told; a later one
+            // is a part of the requests that need it.
+            Phase::Loading(_) if self.released.load(Ordering::Relaxed) => {}
             phase => return answer(phase),
         }
-        self.reload();
-        let mut phases = self.phase.subscribe();
-        let settled = phases.wait_for(|phase| !matches!(phase, Phase::Loading(_))).await;
-        let phase = settled.map(|phase| phase.clone()).unwrap_or(Phase::Released);
-        answer(phase)
+        answer(self.settled().await)
     }
 
     /// Loads the model if it is not there, on a thread of its own.
@@ -168,16 +170,22 @@ impl Lifecycle {
         if self.begun.elapsed() < used + idle {
             return false;
         }
+        let mut released = None;
         self.phase.send_if_modified(|phase| {
             let Phase::Ready(served) = phase else { return false };
             let stats = served.service.stats();
             // A request holds the model from before it is submitted until its last event.
             let idle = stats.running == 0 && stats.waiting == 0 && Arc::strong_count(served) == 1;
             if idle {
-                *phase = Phase::Released;
+                self.released.store(true, Ordering::Relaxed);
+                released = Some(std::mem::replace(phase, Phase::Released));
             }
             idle
-        })
+        });
+        let Some(model) = released else { return false };
+        // Its end takes a while, and nobody should wait for it.
+        std::thread::spawn(move || drop(model));
+        true
     }
 }
 
