@@ -1,15 +1,15 @@
 //! The engine on this machine, behind the seam of [`crate::generate`].
 
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use engine::ngram::Ngram;
 use engine::{
-    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults, ServiceOptions,
-    Session,
+    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults,
+    ServiceOptions, Session,
 };
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
@@ -88,14 +88,12 @@ impl Loader for Local {
             let build = move || {
                 let sources = sources.take().map_or_else(|| Sources::open(&for_engine), Ok)?;
                 let Chosen { dev, options: suits, .. } = choose(&for_engine, &sources)?;
-                let lanes = EngineOptions {
-                    slots: options.lanes,
-                    snapshots: options.checkpoints,
-                    ..suits
-                };
+                let lanes =
+                    EngineOptions { slots: options.lanes, snapshots: options.checkpoints, ..suits };
                 build(dev, lanes, &sources, &for_engine, &mut |progress| {
                     // Nobody listens when it is built again.
-                    let news = (progress.phase.to_owned(), progress.done_bytes, progress.total_bytes);
+                    let news =
+                        (progress.phase.to_owned(), progress.done_bytes, progress.total_bytes);
                     let _ = tell.send(news);
                 })
             };

@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 
 use app::generate::{
     Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded, Loader, Prefill,
-    Progress, Round, Section, ServeOptions, Serving,
-    TextSource,
+    Progress, Round, Section, ServeOptions, Serving, TextSource,
 };
 use app::text::tokenizer::{Tok, Tokenizer};
 use serde_json::{Value, json};

@@ -27,7 +27,8 @@ struct Server {
 
 impl Server {
     fn start(args: &[&str]) -> Server {
-        let mut all = vec!["serve", "--port", "0", "--no-traces", "--context", "2048", "--lanes", "2"];
+        let mut all =
+            vec!["serve", "--port", "0", "--no-traces", "--context", "2048", "--lanes", "2"];
         all.extend(args);
         Server::run(&mut command(&all))
     }
@@ -111,7 +112,8 @@ fn kill(process: u32, signal: i32) {
 }
 
 fn chat(fields: &Value) -> Value {
-    let mut body = json!({"messages": [{"role": "user", "content": "What is the capital of France?"}]});
+    let mut body =
+        json!({"messages": [{"role": "user", "content": "What is the capital of France?"}]});
     for (name, value) in fields.as_object().unwrap() {
         body[name] = value.clone();
     }
@@ -126,7 +128,16 @@ fn answers_are_those_of_run() {
     let (status, reply) = server.post("/v1/chat/completions", &chat(&greedy));
     assert_eq!(status, 200, "{reply}");
     let text = reply["choices"][0]["message"]["content"].as_str().unwrap();
-    let run = command(&["run", "--prompt", "What is the capital of France?", "--temperature", "0", "--max-tokens", "24", "--json"]);
+    let run = command(&[
+        "run",
+        "--prompt",
+        "What is the capital of France?",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "24",
+        "--json",
+    ]);
     let run: Value = serde_json::from_slice(&{ run }.output().unwrap().stdout).unwrap();
     assert_eq!(text, run["text"]);
     // The same again is cached, streams, and speaks the other APIs.
@@ -146,7 +157,8 @@ fn answers_are_those_of_run() {
     let (_, message) = server.post("/v1/messages", &chat(&greedy));
     assert_eq!(message["content"][0]["text"], text);
     let usage = &message["usage"];
-    let sum = usage["input_tokens"].as_u64().unwrap() + usage["cache_read_input_tokens"].as_u64().unwrap();
+    let sum = usage["input_tokens"].as_u64().unwrap()
+        + usage["cache_read_input_tokens"].as_u64().unwrap();
     assert_eq!(reply["usage"]["prompt_tokens"], sum);
     let ollama = json!({"stream": false, "options": {"temperature": 0, "num_predict": 24}});
     let (_, answer) = server.post("/api/chat", &chat(&ollama));
@@ -154,7 +166,8 @@ fn answers_are_those_of_run() {
     // Seeds: 1, 2, 1.
     let seeded = |seed: u64| {
         let fields = json!({"temperature": 1.2, "seed": seed, "max_tokens": 24});
-        server.post("/v1/chat/completions", &chat(&fields)).1["choices"][0]["message"]["content"].clone()
+        server.post("/v1/chat/completions", &chat(&fields)).1["choices"][0]["message"]["content"]
+            .clone()
     };
     let (one, two, again) = (seeded(1), seeded(2), seeded(1));
     assert_eq!(one, again);
@@ -162,7 +175,10 @@ fn answers_are_those_of_run() {
     // JSON that a schema asks for, whatever the model would like to say.
     let schema = json!({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false});
     let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": true}});
-    let (status, reply) = server.post("/v1/chat/completions", &chat(&json!({"response_format": format, "max_tokens": 200, "seed": 3})));
+    let (status, reply) = server.post(
+        "/v1/chat/completions",
+        &chat(&json!({"response_format": format, "max_tokens": 200, "seed": 3})),
+    );
     assert_eq!(status, 200, "{reply}");
     let text = reply["choices"][0]["message"]["content"].as_str().unwrap();
     if reply["choices"][0]["finish_reason"] == "stop" {
@@ -199,9 +215,13 @@ fn a_crashed_engine_is_started_again() {
     server.ready();
     let process = server.get("/status").1["pid"].as_u64().unwrap();
     assert_ne!(process, u64::from(server.child.id()));
-    for (path, error) in [("/v1/completions", "data: {\"error\""), ("/v1/messages", "event: error\n")] {
+    for (path, error) in
+        [("/v1/completions", "data: {\"error\""), ("/v1/messages", "event: error\n")]
+    {
         server.ready();
-        let body = chat(&json!({"prompt": "Count: 1 2 3", "stream": true, "logit_bias": {"2": -100, "0": -100}, "max_tokens": 1900}));
+        let body = chat(
+            &json!({"prompt": "Count: 1 2 3", "stream": true, "logit_bias": {"2": -100, "0": -100}, "max_tokens": 1900}),
+        );
         let mut stream = BufReader::new(server.stream(path, &body));
         let mut seen = String::new();
         while seen.matches("data: ").count() < 4 {
@@ -268,7 +288,8 @@ fn a_unix_socket_is_for_its_owner() {
 
 #[test]
 fn a_file_says_the_same_as_the_command_line() {
-    let path: PathBuf = std::env::temp_dir().join(format!("th-engine-test-{}.toml", std::process::id()));
+    let path: PathBuf =
+        std::env::temp_dir().join(format!("th-engine-test-{}.toml", std::process::id()));
     let file = path.to_str().unwrap();
     let print = |args: &[&str]| {
         let mut all = vec!["serve", "--config", file, "--print-config"];
@@ -281,7 +302,10 @@ fn a_file_says_the_same_as_the_command_line() {
     let table: toml::Table = text.parse().unwrap();
     assert_eq!((table["port"].as_integer(), table["lanes"].as_integer()), (Some(9999), Some(5)));
     assert_eq!((table["context"].as_integer(), table["draft"].as_str()), (Some(512), Some("none")));
-    assert_eq!((table["model"].as_str(), table["no-traces"].as_bool()), (Some("th-tiny"), Some(true)));
+    assert_eq!(
+        (table["model"].as_str(), table["no-traces"].as_bool()),
+        (Some("th-tiny"), Some(true))
+    );
     assert_eq!(table["idle-release"].as_float(), Some(2.5));
     assert!(!text.contains("hunter2"), "{text}");
     // What it prints is a file that says the same.
@@ -309,14 +333,21 @@ fn agents_are_told_what_the_server_has() {
     let server = Server::start(&["--api-key", "k", "--served-model-name", "org/tiny"]);
     let begun = Instant::now();
     let output = loop {
-        let output = command(&["launch", "claude", "--print", "--url", &server.url, "--api-key", "k"]).output().unwrap();
+        let output =
+            command(&["launch", "claude", "--print", "--url", &server.url, "--api-key", "k"])
+                .output()
+                .unwrap();
         if output.status.success() || begun.elapsed() > PATIENCE {
             break output;
         }
         std::thread::sleep(Duration::from_millis(50));
     };
     let text = String::from_utf8(output.stdout).unwrap();
-    for line in ["ANTHROPIC_MODEL=org/tiny", "CLAUDE_CODE_AUTO_COMPACT_WINDOW=2048", "ANTHROPIC_AUTH_TOKEN=k"] {
+    for line in [
+        "ANTHROPIC_MODEL=org/tiny",
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW=2048",
+        "ANTHROPIC_AUTH_TOKEN=k",
+    ] {
         assert!(text.contains(line), "{text}");
     }
     assert!(text.contains(&format!("ANTHROPIC_BASE_URL={}", server.url)), "{text}");

@@ -54,8 +54,7 @@ pub fn begin(
         }
         let sampler = sampler.choice(index as u32);
         let (prepared, constraint) = (&answer.prepared, guided.constraint);
-        let request =
-            prepare::request(model, generation, prepared, sampler, constraint, exchange);
+        let request = prepare::request(model, generation, prepared, sampler, constraint, exchange);
         let choice = Choice::new(model, generation, prepared, guided.exact_calls);
         let events = events.clone();
         let sink = Box::new(move |event| {

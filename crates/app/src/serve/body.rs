@@ -11,9 +11,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::errors::ApiError;
-use crate::telemetry::ErrorClass;
 use super::exchange::Exchange;
 use super::state::App;
+use crate::telemetry::ErrorClass;
 
 /// A parsed JSON body. Fields that its type doesn't know are named in the reply's headers.
 #[derive(Debug)]
@@ -106,7 +106,8 @@ fn refuse(bytes: &[u8], unsupported: Unsupported) -> Result<(), ApiError> {
     for (name, neutral) in unsupported {
         let value = &body[name];
         let neutral: Value = serde_json::from_str(neutral).unwrap_or_default();
-        let same = *value == neutral || value.as_f64().is_some() && value.as_f64() == neutral.as_f64();
+        let same =
+            *value == neutral || value.as_f64().is_some() && value.as_f64() == neutral.as_f64();
         if !value.is_null() && !same {
             let what = format!("{name} is not supported; leave it out");
             return Err(ApiError::unsupported(*name, what));

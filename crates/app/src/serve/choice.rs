@@ -6,7 +6,6 @@ use axum::http::StatusCode;
 use engine::service::{Done, Finish, Token};
 
 use super::errors::ApiError;
-use crate::telemetry::ErrorClass;
 use super::generation::{
     CallBegin, CallDelta, Chat, Delta, End, FinishReason, Generation, Input, Piece,
 };
@@ -14,6 +13,7 @@ use super::ids;
 use super::logprobs::Waiting;
 use super::model::Facts;
 use super::prepare::Prepared;
+use crate::telemetry::ErrorClass;
 use crate::text::chat::ChatText;
 use crate::text::stream::{self, OutputStream, StreamOptions};
 use crate::text::tools::{ToolChoice, ToolDelta, ToolParser};
@@ -150,7 +150,9 @@ impl Choice {
     fn finish(&self, finish: Finish) -> Result<FinishReason, ApiError> {
         match finish {
             _ if self.stop.is_some() => Ok(FinishReason::Stop),
-            Finish::Stop | Finish::Constraint if !self.called.is_empty() => Ok(FinishReason::ToolCalls),
+            Finish::Stop | Finish::Constraint if !self.called.is_empty() => {
+                Ok(FinishReason::ToolCalls)
+            }
             Finish::Stop | Finish::Constraint => Ok(FinishReason::Stop),
             Finish::Length => Ok(FinishReason::Length),
             Finish::Context => Ok(FinishReason::Context),

@@ -11,7 +11,8 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
 /// Options that make no sense in a file.
-const ONLY_COMMAND_LINE: [&str; 5] = ["config", "print-config", "help", "version", "supervised-socket"];
+const ONLY_COMMAND_LINE: [&str; 5] =
+    ["config", "print-config", "help", "version", "supervised-socket"];
 /// Options that are never printed.
 const SECRET: [&str; 2] = ["api-key", "otlp-header"];
 
@@ -65,8 +66,7 @@ pub fn effective(serve: &Command, matches: &ArgMatches) -> String {
             continue;
         }
         let Some(values) = matches.get_raw(id) else { continue };
-        let mut values: Vec<Value> =
-            values.map(|value| typed(&value.to_string_lossy())).collect();
+        let mut values: Vec<Value> = values.map(|value| typed(&value.to_string_lossy())).collect();
         let many = matches!(option.get_action(), ArgAction::Append);
         let value = match values.len() {
             1 if !many => values.remove(0),
@@ -82,7 +82,8 @@ pub fn effective(serve: &Command, matches: &ArgMatches) -> String {
 
 /// Options that may stand in a file.
 fn options(serve: &Command) -> impl Iterator<Item = &Arg> {
-    let allowed = |arg: &&Arg| arg.get_long().is_some_and(|long| !ONLY_COMMAND_LINE.contains(&long));
+    let allowed =
+        |arg: &&Arg| arg.get_long().is_some_and(|long| !ONLY_COMMAND_LINE.contains(&long));
     serve.get_arguments().filter(allowed)
 }
 

@@ -47,7 +47,9 @@ pub fn run(args: &LaunchArgs, surroundings: &Surroundings) -> Result<(), Failure
     let Start { program, arguments, environment } = start;
     let status = Command::new(program).args(arguments).envs(environment).status();
     let status = status
-        .with_context(|| format!("can't start {program}; install it, or use --print to see what to set"))
+        .with_context(|| {
+            format!("can't start {program}; install it, or use --print to see what to set")
+        })
         .map_err(Failure::Run)?;
     match status.success() {
         true => Ok(()),
@@ -64,7 +66,9 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<Server> {
         request = request.header("authorization", format!("Bearer {key}"));
     }
     let reply = request.call().with_context(|| {
-        format!("can't ask the server at {url}; start it with th-engine serve, or name it with --url")
+        format!(
+            "can't ask the server at {url}; start it with th-engine serve, or name it with --url"
+        )
     })?;
     let models: Value = reply.into_body().read_json().context("the server's list of models")?;
     let first = &models["data"][0];
@@ -118,9 +122,14 @@ fn codex(server: &Server, rest: &[String]) -> Start {
         ("model", quoted(&server.model)),
         ("model_context_window", server.context.to_string()),
     ];
-    let settings = settings.iter().flat_map(|(name, value)| ["-c".to_owned(), format!("{name}={value}")]);
+    let settings =
+        settings.iter().flat_map(|(name, value)| ["-c".to_owned(), format!("{name}={value}")]);
     let arguments = settings.chain(rest.iter().cloned()).collect();
-    Start { program: "codex", arguments, environment: BTreeMap::from([("TH_API_KEY", key_of(server))]) }
+    Start {
+        program: "codex",
+        arguments,
+        environment: BTreeMap::from([("TH_API_KEY", key_of(server))]),
+    }
 }
 
 fn opencode(server: &Server, output: u64, rest: &[String]) -> Start {
@@ -169,21 +178,31 @@ mod tests {
     use super::*;
 
     fn server(context: u64) -> Server {
-        Server { url: "http://h:1".into(), key: Some("it's".into()), model: "org/m".into(), context }
+        Server {
+            url: "http://h:1".into(),
+            key: Some("it's".into()),
+            model: "org/m".into(),
+            context,
+        }
     }
 
     #[test]
     fn sizes_are_those_of_the_server() {
-        for (context, output) in [(512, "512"), (2048, "1024"), (8192, "2048"), (1 << 20, "32000")] {
+        for (context, output) in [(512, "512"), (2048, "1024"), (8192, "2048"), (1 << 20, "32000")]
+        {
             let start = start(Agent::Claude, &server(context), &[]);
             assert_eq!(start.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"], output);
             assert_eq!(start.environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"], context.to_string());
         }
         let start = start(Agent::Opencode, &server(8192), &["run".into()]);
-        let config: Value = serde_json::from_str(&start.environment["OPENCODE_CONFIG_CONTENT"]).unwrap();
+        let config: Value =
+            serde_json::from_str(&start.environment["OPENCODE_CONFIG_CONTENT"]).unwrap();
         let limit = &config["provider"]["th-engine"]["models"]["org/m"]["limit"];
         assert_eq!(*limit, json!({"context": 8192, "output": 2048}));
-        assert_eq!((config["model"].as_str(), start.arguments), (Some("th-engine/org/m"), vec!["run".to_owned()]));
+        assert_eq!(
+            (config["model"].as_str(), start.arguments),
+            (Some("th-engine/org/m"), vec!["run".to_owned()])
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Whether there is a model to answer with: loading, ready, released while idle, leaving.
 
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::http::StatusCode;
@@ -9,8 +9,8 @@ use engine::service::Health;
 use tokio::sync::watch;
 
 use super::errors::ApiError;
-use crate::telemetry::ErrorClass;
 use super::model::{Facts, Served};
+use crate::telemetry::ErrorClass;
 
 /// Loads the model; called again after it was released.
 pub type Load = Arc<dyn Fn(&dyn Fn(Loading)) -> anyhow::Result<Served> + Send + Sync>;

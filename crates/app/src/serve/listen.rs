@@ -49,7 +49,8 @@ impl Listener {
                  one or choose another with --port",
                 address.port()
             ),
-            Err(error) => Err(error).with_context(|| format!("can't listen on {address}; see --host and --port")),
+            Err(error) => Err(error)
+                .with_context(|| format!("can't listen on {address}; see --host and --port")),
         }
     }
 
@@ -64,14 +65,20 @@ impl Listener {
         match std::fs::symlink_metadata(path) {
             Ok(found) if found.file_type().is_socket() => {
                 if std::os::unix::net::UnixStream::connect(path).is_ok() {
-                    anyhow::bail!("{shown} is in use by another program; choose another --unix-socket");
+                    anyhow::bail!(
+                        "{shown} is in use by another program; choose another --unix-socket"
+                    );
                 }
-                std::fs::remove_file(path).with_context(|| format!("can't remove the old {shown}"))?;
+                std::fs::remove_file(path)
+                    .with_context(|| format!("can't remove the old {shown}"))?;
             }
-            Ok(_) => anyhow::bail!("{shown} exists and is not a socket; choose another --unix-socket"),
+            Ok(_) => {
+                anyhow::bail!("{shown} exists and is not a socket; choose another --unix-socket")
+            }
             Err(_) => {}
         }
-        let listener = UnixListener::bind(path).with_context(|| format!("can't listen on {shown}"))?;
+        let listener =
+            UnixListener::bind(path).with_context(|| format!("can't listen on {shown}"))?;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         Ok(Listener::Unix(listener, path.to_owned()))
     }
@@ -88,9 +95,10 @@ impl Listener {
     /// Where it listens, for people.
     pub fn shown(&self) -> String {
         match self {
-            Listener::Tcp(listener) => listener
-                .local_addr()
-                .map_or_else(|_| "an unknown address".into(), |address| format!("http://{address}")),
+            Listener::Tcp(listener) => listener.local_addr().map_or_else(
+                |_| "an unknown address".into(),
+                |address| format!("http://{address}"),
+            ),
             #[cfg(unix)]
             Listener::Unix(_, path) => format!("unix:{}", path.display()),
         }

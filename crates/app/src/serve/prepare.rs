@@ -233,7 +233,7 @@ pub fn request(
     Request {
         prompt: prepared.ids.clone(),
         boundaries: prepared.boundaries.clone(),
-        max_tokens: limits.max_tokens.unwrap_or(model.info.context),
+        max_tokens: limits.max_tokens.unwrap_or(usize::MAX).min(model.info.context),
         stop_tokens: model.stop_tokens.clone(),
         sampler,
         logprobs: generation.logprobs,

@@ -96,5 +96,6 @@ async fn wrong_method(uri: Uri) -> ApiError {
 
 /// One request's panic is its own failure; what it said is on standard error.
 fn panicked(_what: Box<dyn std::any::Any + Send + 'static>) -> Response<Body> {
-    ApiError::server("internal_error", "this request ran into a fault of the server").into_response()
+    ApiError::server("internal_error", "this request ran into a fault of the server")
+        .into_response()
 }

@@ -129,7 +129,8 @@ fn security(access: &AccessArgs, surroundings: &Surroundings) -> anyhow::Result<
     keys.extend(surroundings.api_key.as_ref().map(|key| key.0.clone()));
     if let Some(path) = &access.api_key_file {
         let shown = path.display();
-        let text = std::fs::read_to_string(path).with_context(|| format!("--api-key-file {shown}"))?;
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("--api-key-file {shown}"))?;
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let before = keys.len();
         keys.extend(lines.map(str::to_owned));
@@ -137,7 +138,10 @@ fn security(access: &AccessArgs, surroundings: &Surroundings) -> anyhow::Result<
     }
     for origin in &access.cors_origin {
         let fits = origin == "*" || origin.contains("://") && !origin.ends_with('/');
-        anyhow::ensure!(fits, "--cors-origin {origin}: give an origin like https://chat.example.org");
+        anyhow::ensure!(
+            fits,
+            "--cors-origin {origin}: give an origin like https://chat.example.org"
+        );
     }
     Ok(Security { keys, hosts: access.allowed_host.clone(), origins: access.cors_origin.clone() })
 }
@@ -166,10 +170,12 @@ fn traces(
     surroundings: &Surroundings,
 ) -> anyhow::Result<RecorderOptions> {
     let default = || surroundings.traces();
-    let path: Option<PathBuf> = args.trace_file.clone().or_else(default).filter(|_| !args.no_traces);
-    let redact = args.trace_redact.iter().map(|pattern| {
-        Regex::new(pattern).with_context(|| format!("--trace-redact {pattern}"))
-    });
+    let path: Option<PathBuf> =
+        args.trace_file.clone().or_else(default).filter(|_| !args.no_traces);
+    let redact = args
+        .trace_redact
+        .iter()
+        .map(|pattern| Regex::new(pattern).with_context(|| format!("--trace-redact {pattern}")));
     let header = |header: &String| {
         let (name, value) = header.split_once('=').context("--otlp-header is NAME=VALUE")?;
         anyhow::Ok((name.to_owned(), value.to_owned()))

@@ -15,8 +15,8 @@ use subtle::ConstantTimeEq;
 use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer, ExposeHeaders};
 
 use super::errors::ApiError;
-use crate::telemetry::ErrorClass;
 use super::state::App;
+use crate::telemetry::ErrorClass;
 
 /// Routes that anyone may ask for: whether the server lives is no secret, and the page has no data.
 const OPEN: [&str; 3] = ["/", "/health", "/ready"];
@@ -36,7 +36,11 @@ impl std::fmt::Debug for Security {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Security { keys, hosts, origins } = self;
         let keys = keys.len();
-        f.debug_struct("Security").field("keys", &keys).field("hosts", hosts).field("origins", origins).finish()
+        f.debug_struct("Security")
+            .field("keys", &keys)
+            .field("hosts", hosts)
+            .field("origins", origins)
+            .finish()
     }
 }
 
@@ -105,7 +109,9 @@ impl Security {
         });
         let given = [bearer, headers.get("x-api-key").and_then(|value| value.to_str().ok())];
         let mut known = false;
-        for (given, key) in given.into_iter().flatten().flat_map(|g| self.keys.iter().map(move |k| (g, k))) {
+        for (given, key) in
+            given.into_iter().flatten().flat_map(|g| self.keys.iter().map(move |k| (g, k)))
+        {
             known |= bool::from(given.as_bytes().ct_eq(key.as_bytes()));
         }
         known
@@ -115,7 +121,9 @@ impl Security {
     pub fn cors(&self) -> CorsLayer {
         let origins = match self.any_origin() {
             true => AllowOrigin::any(),
-            false => AllowOrigin::list(self.origins.iter().filter_map(|o| HeaderValue::from_str(o).ok())),
+            false => {
+                AllowOrigin::list(self.origins.iter().filter_map(|o| HeaderValue::from_str(o).ok()))
+            }
         };
         CorsLayer::new()
             .allow_origin(origins)

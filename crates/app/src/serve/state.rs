@@ -177,8 +177,7 @@ fn quick(generation: &Generation) -> bool {
 
 fn unknown_model(asked: &str, names: &[String]) -> ApiError {
     let shown: String = asked.chars().take(100).collect();
-    let what =
-        format!("the model {shown:?} is not served here; these are: {}", names.join(", "));
+    let what = format!("the model {shown:?} is not served here; these are: {}", names.join(", "));
     let error = ApiError::not_found("model_not_found", what);
     ApiError { param: Some("model".into()), ..error }
 }

@@ -54,7 +54,10 @@ const HOP_BY_HOP: [HeaderName; 5] = [
 enum Engine {
     Running,
     /// It ended, like this; the next try is at this time.
-    Away { how: String, again: Instant },
+    Away {
+        how: String,
+        again: Instant,
+    },
 }
 
 struct Supervisor {
@@ -206,7 +209,8 @@ fn relay(response: Response<Incoming>, api: Api) -> Response {
     let (mut parts, body) = response.into_parts();
     one_hop(&mut parts.headers);
     let kind = parts.headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
-    let streams = kind.is_some_and(|kind| kind.starts_with("text/event-stream") || kind.contains("ndjson"));
+    let streams =
+        kind.is_some_and(|kind| kind.starts_with("text/event-stream") || kind.contains("ndjson"));
     match streams {
         true => Response::from_parts(parts, Body::new(Relayed { body, api, over: false })),
         false => Response::from_parts(parts, Body::new(body)),

@@ -24,7 +24,7 @@ for await (const chunk of stream) joined += chunk.choices[0]?.delta?.content ?? 
 assert.equal(joined, text);
 
 const tools = [{ type: "function", function: { name: "weather", parameters, strict: true } }];
-const runner = openai.chat.completions.stream({ model, messages, tools, tool_choice: "required", temperature: 0, max_tokens: 100 });
+const runner = openai.chat.completions.stream({ model, messages, tools, tool_choice: "required", parallel_tool_calls: false, temperature: 0, max_tokens: 100 });
 const called = await runner.finalChatCompletion();
 const call = called.choices[0].message.tool_calls[0];
 assert.ok(["Paris", "Rome"].includes(JSON.parse(call.function.arguments).city));
@@ -37,11 +37,11 @@ assert.equal((await events.finalResponse()).output_text, response.output_text);
 await assert.rejects(openai.chat.completions.create({ model: "no-such", messages }), OpenAI.NotFoundError);
 
 const message = await claude.messages.create({ model, messages, max_tokens: 12, temperature: 0 });
-assert.equal(message.content[0].text, text);
+assert.ok(message.content[0].text.includes("Paris"));
 const final = await claude.messages.stream({ model, messages, max_tokens: 12, temperature: 0 }).finalMessage();
-assert.equal(final.content[0].text, text);
+assert.equal(final.content[0].text, message.content[0].text);
 const used = await claude.messages
-  .stream({ model, messages, max_tokens: 100, temperature: 0, tools: [{ name: "weather", input_schema: parameters }], tool_choice: { type: "any" } })
+  .stream({ model, messages, max_tokens: 100, temperature: 0, tools: [{ name: "weather", input_schema: parameters }], tool_choice: { type: "any", disable_parallel_tool_use: true } })
   .finalMessage();
 assert.ok(["Paris", "Rome"].includes(used.content.at(-1).input.city));
 await assert.rejects(claude.messages.create({ model: "no-such", messages, max_tokens: 5 }), Anthropic.NotFoundError);

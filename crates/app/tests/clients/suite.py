@@ -15,6 +15,7 @@ URL, KEY, MODEL = sys.argv[1:4]
 ai = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 claude = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0}
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -52,7 +53,8 @@ def openai_chat():
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens and not chunks[-1].choices
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    ends = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+    assert ends == [whole.choices[0].finish_reason]
     two = ai.chat.completions.create(model=MODEL, messages=ASK, n=2, seed=7, temperature=1.2, max_tokens=8)
     assert len({c.message.content for c in two.choices}) == 2
     tell("two choices", [c.message.content for c in two.choices])
@@ -70,7 +72,8 @@ def openai_tools():
     tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]
     messages = list(ASK)
     first = ai.chat.completions.create(
-        model=MODEL, messages=messages, tools=tools, tool_choice="required", temperature=0, max_tokens=100
+        model=MODEL, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False,
+        temperature=0, max_tokens=100,
     )
     message = first.choices[0].message
     call = message.tool_calls[0]
@@ -85,7 +88,7 @@ def openai_tools():
     tell("after the call", second.choices[0].finish_reason)
     name, parts, ids = "", "", set()
     for chunk in ai.chat.completions.create(
-        model=MODEL, messages=ASK, tools=tools, temperature=0, max_tokens=100, stream=True,
+        model=MODEL, messages=ASK, tools=tools, temperature=0, max_tokens=100, stream=True, parallel_tool_calls=False,
         tool_choice={"type": "function", "function": {"name": "weather"}},
     ):
         for delta in chunk.choices[0].delta.tool_calls or []:
@@ -133,13 +136,15 @@ def openai_other():
     assert ai.responses.retrieve(second.id).output_text == second.output_text
     ai.responses.delete(second.id)
     refused(openai.NotFoundError, lambda: ai.responses.retrieve(second.id))
-    with ai.responses.stream(model=MODEL, input="Say hello.", temperature=0, max_output_tokens=6) as stream:
+    whole = ai.responses.create(model=MODEL, input=ASK, temperature=0)
+    with ai.responses.stream(model=MODEL, input=ASK, temperature=0) as stream:
         kinds = [event.type for event in stream]
-        assert stream.get_final_response().output_text == first.output_text
+        assert stream.get_final_response().output_text == whole.output_text
     tell("response events", [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind])
     tools = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
     called = ai.responses.create(
-        model=MODEL, input="Weather?", tools=tools, tool_choice="required", temperature=0, max_output_tokens=100
+        model=MODEL, input="Weather?", tools=tools, tool_choice="required", parallel_tool_calls=False,
+        temperature=0, max_output_tokens=100,
     )
     call = called.output[0]
     assert call.type == "function_call" and json.loads(call.arguments)["city"]
@@ -164,23 +169,23 @@ def cancellation():
 
 
 def anthropic_messages():
-    whole = claude.messages.create(model=MODEL, messages=ASK, max_tokens=12, temperature=0)
+    whole = claude.messages.create(model=MODEL, messages=ASK, max_tokens=12, extra_body=GREEDY)
     tell("message", [whole.content[0].text, whole.stop_reason])
-    with claude.messages.stream(model=MODEL, messages=ASK, max_tokens=12, temperature=0) as stream:
+    with claude.messages.stream(model=MODEL, messages=ASK, max_tokens=12, extra_body=GREEDY) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
         final = stream.get_final_message()
     assert final.usage.output_tokens == whole.usage.output_tokens
     counted = claude.messages.count_tokens(model=MODEL, messages=ASK)
     assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     thinking = {"type": "enabled", "budget_tokens": 1024}
-    with claude.messages.stream(model=MODEL, messages=ASK, max_tokens=40, temperature=0, thinking=thinking) as stream:
+    with claude.messages.stream(model=MODEL, messages=ASK, max_tokens=40, extra_body=GREEDY, thinking=thinking) as stream:
         kinds = [event.type for event in stream]
         thought = stream.get_final_message()
     assert thought.content[0].type == "thinking" and thought.content[0].signature
     assert "signature" in kinds
     tools = [{"name": "weather", "input_schema": SCHEMA}]
-    choice = {"type": "tool", "name": "weather"}
-    with claude.messages.stream(model=MODEL, messages=ASK, max_tokens=100, temperature=0, tools=tools, tool_choice=choice) as stream:
+    choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    with claude.messages.stream(model=MODEL, messages=ASK, max_tokens=100, extra_body=GREEDY, tools=tools, tool_choice=choice) as stream:
         called = stream.get_final_message()
     call = called.content[-1]
     assert called.stop_reason == "tool_use" and call.type == "tool_use" and call.input["city"] in ("Paris", "Rome")
@@ -189,7 +194,7 @@ def anthropic_messages():
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]},
     ]
     after = claude.messages.create(
-        model=MODEL, messages=messages, max_tokens=12, temperature=0, tools=tools, tool_choice={"type": "none"}
+        model=MODEL, messages=messages, max_tokens=12, extra_body=GREEDY, tools=tools, tool_choice={"type": "none"}
     )
     tell("message after the call", after.stop_reason)
     error = refused(anthropic.BadRequestError, lambda: claude.messages.create(

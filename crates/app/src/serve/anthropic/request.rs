@@ -292,7 +292,9 @@ impl MessagesRequest {
         };
         match (thinking.kind.as_str(), thinking.budget_tokens) {
             ("disabled", _) => Ok(Reasoning { enabled: Some(false), effort: None, budget: None }),
-            ("enabled" | "adaptive", None) => Ok(Reasoning { enabled: Some(true), effort, budget: None }),
+            ("enabled" | "adaptive", None) => {
+                Ok(Reasoning { enabled: Some(true), effort, budget: None })
+            }
             ("enabled" | "adaptive", Some(budget)) if budget > 0 => {
                 let budget = usize::try_from(budget).ok();
                 Ok(Reasoning { enabled: Some(true), effort, budget })
@@ -392,7 +394,8 @@ fn add(messages: &mut Vec<Message>, index: usize, message: &InMessage) -> Result
                 messages.push(result);
             }
             (kind, _) => {
-                let what = format!("{path}: blocks of type {kind:?} are not supported in this place");
+                let what =
+                    format!("{path}: blocks of type {kind:?} are not supported in this place");
                 return Err(ApiError::unsupported(path, what));
             }
         }
@@ -408,12 +411,14 @@ fn result_text(path: &str, block: &Map<String, Value>) -> Result<String, ApiErro
         None | Some(Value::Null) => String::new(),
         Some(content) => {
             let blocks = Blocks::try_from(content.clone());
-            let blocks = blocks.map_err(|what| ApiError::invalid(path, format!("{path}: {what}")))?;
+            let blocks =
+                blocks.map_err(|what| ApiError::invalid(path, format!("{path}: {what}")))?;
             let mut texts = Vec::new();
             for block in &blocks.0 {
                 let kind = block.get("type").and_then(Value::as_str).unwrap_or_default();
                 let text = text_of(block).ok_or_else(|| {
-                    let what = format!("{path}: blocks of type {kind:?} are not supported in results");
+                    let what =
+                        format!("{path}: blocks of type {kind:?} are not supported in results");
                     ApiError::unsupported(path, what)
                 })?;
                 texts.push(text.to_owned());

@@ -129,7 +129,8 @@ fn conversation(messages: &[OllamaMessage]) -> Result<Vec<Message>, ApiError> {
 fn one(index: usize, message: &OllamaMessage) -> Result<Message, ApiError> {
     let path = format!("messages[{index}]");
     let role = Role::from_name(&message.role).ok_or_else(|| {
-        let what = format!("{path}.role is {:?}; use system, user, assistant or tool", message.role);
+        let what =
+            format!("{path}.role is {:?}; use system, user, assistant or tool", message.role);
         ApiError::invalid(format!("{path}.role"), what)
     })?;
     if message.images.as_ref().is_some_and(|images| !images.is_empty()) {

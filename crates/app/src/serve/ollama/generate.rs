@@ -41,8 +41,13 @@ pub struct GenerateRequest {
 }
 
 impl RequestBody for GenerateRequest {
-    const UNSUPPORTED: Unsupported =
-        &[("suffix", "\"\""), ("images", "[]"), ("template", "\"\""), ("context", "[]"), ("logprobs", "false")];
+    const UNSUPPORTED: Unsupported = &[
+        ("suffix", "\"\""),
+        ("images", "[]"),
+        ("template", "\"\""),
+        ("context", "[]"),
+        ("logprobs", "false"),
+    ];
 }
 
 /// Continues a text, or answers it.

@@ -47,11 +47,7 @@ impl Options {
     ///
     /// # Errors
     /// If one can't be honoured.
-    pub fn generation(
-        &self,
-        input: Input,
-        format: ResponseFormat,
-    ) -> Result<Generation, ApiError> {
+    pub fn generation(&self, input: Input, format: ResponseFormat) -> Result<Generation, ApiError> {
         let refused = [
             ("options.mirostat", self.mirostat, 0.0),
             ("options.typical_p", self.typical_p, 1.0),
@@ -59,7 +55,10 @@ impl Options {
         ];
         for (name, value, neutral) in refused {
             if value.is_some_and(|value| value != neutral) {
-                return Err(ApiError::unsupported(name, format!("{name} is not supported; leave it out")));
+                return Err(ApiError::unsupported(
+                    name,
+                    format!("{name} is not supported; leave it out"),
+                ));
             }
         }
         let max_tokens = match self.num_predict {

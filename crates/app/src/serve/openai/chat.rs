@@ -126,7 +126,8 @@ impl ChatRequest {
             sampling: self.sampling()?,
             stop: self.stop.as_ref().map(|stop| stop.0.clone()).unwrap_or_default(),
             limits: Limits { max_tokens, timeout: time_limit(self.timeout)? },
-            logprobs: (self.logprobs == Some(true)).then(|| self.top_logprobs.unwrap_or(0) as usize),
+            logprobs: (self.logprobs == Some(true))
+                .then(|| self.top_logprobs.unwrap_or(0) as usize),
             response_format: response_format("response_format", self.response_format.as_ref())?,
             cache: cache_policy(self.cache_prompt),
             priority: Priority::Normal,

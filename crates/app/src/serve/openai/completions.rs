@@ -254,7 +254,12 @@ struct CompletionWriter {
 }
 
 impl CompletionWriter {
-    fn new(model: String, answer: &Answer, include_usage: bool, logprobs: bool) -> CompletionWriter {
+    fn new(
+        model: String,
+        answer: &Answer,
+        include_usage: bool,
+        logprobs: bool,
+    ) -> CompletionWriter {
         CompletionWriter {
             blank: empty(model),
             served: Arc::clone(answer.model()),
@@ -278,7 +283,8 @@ impl Writer for CompletionWriter {
             Output::Started { .. } | Output::Prefill { .. } => {}
             Output::Delta { choice: index, delta } => {
                 let (text, offset) = (delta.text(), &mut self.offsets[index]);
-                let logprobs = self.logprobs.then(|| CompletionLogprobs::of(delta.logprobs, offset));
+                let logprobs =
+                    self.logprobs.then(|| CompletionLogprobs::of(delta.logprobs, offset));
                 let choice = CompletionChoice { index, text, logprobs, finish_reason: None };
                 self.choice(choice, None, out);
             }

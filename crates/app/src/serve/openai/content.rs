@@ -1,7 +1,7 @@
 //! Content of messages: a text, or parts of which only text can be read.
 
-use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::Deserialize;
+use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use utoipa::ToSchema;
 
 use crate::serve::errors::ApiError;
@@ -40,12 +40,17 @@ impl Content {
         let mut all = String::new();
         for (index, part) in parts.iter().enumerate() {
             match (part.kind.as_str(), &part.text, &part.refusal) {
-                ("text" | "input_text" | "output_text" | "summary_text" | "reasoning_text", Some(text), _) => {
+                (
+                    "text" | "input_text" | "output_text" | "summary_text" | "reasoning_text",
+                    Some(text),
+                    _,
+                ) => {
                     all += text;
                 }
                 ("refusal", _, Some(text)) => all += text,
                 ("text" | "input_text" | "output_text", None, _) | ("refusal", _, None) => {
-                    let what = format!("{path}[{index}]: a part of type {:?} needs a text", part.kind);
+                    let what =
+                        format!("{path}[{index}]: a part of type {:?} needs a text", part.kind);
                     return Err(ApiError::invalid(format!("{path}[{index}]"), what));
                 }
                 (kind, ..) => {

@@ -47,7 +47,10 @@ pub struct JsonSchema {
 ///
 /// # Errors
 /// If it is incomplete or unknown.
-pub fn response_format(path: &str, option: Option<&FormatOption>) -> Result<ResponseFormat, ApiError> {
+pub fn response_format(
+    path: &str,
+    option: Option<&FormatOption>,
+) -> Result<ResponseFormat, ApiError> {
     let Some(option) = option else { return Ok(ResponseFormat::Text) };
     let needs = |field: &str| {
         let what = format!("{path} of type {:?} needs {field}", option.kind);
@@ -66,8 +69,12 @@ pub fn response_format(path: &str, option: Option<&FormatOption>) -> Result<Resp
             let name = nested.name.or_else(|| option.name.clone());
             Ok(schema_format(name, schema, nested.strict.or(option.strict)))
         }
-        "regex" => option.pattern.clone().map(ResponseFormat::Regex).ok_or_else(|| needs("a pattern")),
-        "grammar" => option.grammar.clone().map(ResponseFormat::Lark).ok_or_else(|| needs("a grammar")),
+        "regex" => {
+            option.pattern.clone().map(ResponseFormat::Regex).ok_or_else(|| needs("a pattern"))
+        }
+        "grammar" => {
+            option.grammar.clone().map(ResponseFormat::Lark).ok_or_else(|| needs("a grammar"))
+        }
         kind => {
             let what = format!(
                 "{path} is of type {kind:?}; use text, json_object, json_schema, regex or grammar"

@@ -99,7 +99,8 @@ pub fn tools(definitions: &[Value]) -> Result<Vec<Tool>, ApiError> {
         match definition["type"].as_str() {
             None | Some("function") => {}
             Some(kind) => {
-                let what = format!("{path}: tools of type {kind:?} are not supported; use \"function\"");
+                let what =
+                    format!("{path}: tools of type {kind:?} are not supported; use \"function\"");
                 return Err(ApiError::unsupported(path, what));
             }
         }

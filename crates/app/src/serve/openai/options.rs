@@ -209,6 +209,8 @@ pub fn time_limit(timeout: Option<f64>) -> Result<Option<std::time::Duration>, A
     let Some(seconds) = timeout else { return Ok(None) };
     match std::time::Duration::try_from_secs_f64(seconds) {
         Ok(limit) if !limit.is_zero() => Ok(Some(limit)),
-        _ => Err(ApiError::invalid("timeout", format!("timeout is {seconds}; use seconds above 0"))),
+        _ => {
+            Err(ApiError::invalid("timeout", format!("timeout is {seconds}; use seconds above 0")))
+        }
     }
 }

@@ -185,10 +185,14 @@ impl OneToken {
 impl ChatLogprobs {
     /// Log-probabilities in OpenAI's form.
     pub fn of(tokens: Vec<TokenLogprob>) -> ChatLogprobs {
-        let content = tokens.into_iter().map(|TokenLogprob { bytes, logprob, top, .. }| ChatToken {
-            token: OneToken::new(bytes, logprob),
-            top_logprobs: top.into_iter().map(|(_, bytes, p)| OneToken::new(bytes, p)).collect(),
-        });
+        let content =
+            tokens.into_iter().map(|TokenLogprob { bytes, logprob, top, .. }| ChatToken {
+                token: OneToken::new(bytes, logprob),
+                top_logprobs: top
+                    .into_iter()
+                    .map(|(_, bytes, p)| OneToken::new(bytes, p))
+                    .collect(),
+            });
         ChatLogprobs { content: content.collect(), refusal: None }
     }
 }

@@ -48,7 +48,8 @@ async fn prompts_are_counted_as_they_are_read() {
     let counted = rig.post("/v1/messages/count_tokens?beta=true", &body(&json!({}))).await.json();
     let reply = rig.post("/v1/messages", &body(&json!({}))).await.json();
     let usage = &reply["usage"];
-    let sum = usage["input_tokens"].as_u64().unwrap() + usage["cache_read_input_tokens"].as_u64().unwrap();
+    let sum = usage["input_tokens"].as_u64().unwrap()
+        + usage["cache_read_input_tokens"].as_u64().unwrap();
     assert_eq!(counted["input_tokens"], sum);
     assert_eq!(sum, rig.engine.seen().requests[0].prompt.len() as u64);
     assert_eq!(usage["cache_read_input_tokens"], 3);
@@ -94,7 +95,10 @@ async fn conversations_with_tools() {
     let turns: Vec<&str> = prompt.split("<|im_start|>").map(|turn| turn.trim()).collect();
     assert!(turns[3].starts_with("assistant\n<think>\nI should.\n</think>"), "{prompt}");
     assert!(turns[3].contains("\"at\": \"it\""), "{prompt}");
-    assert_eq!(turns[4..7], ["tool\na cat<|im_end|>", "tool\nError: gone<|im_end|>", "user\nSo?<|im_end|>"]);
+    assert_eq!(
+        turns[4..7],
+        ["tool\na cat<|im_end|>", "tool\nError: gone<|im_end|>", "user\nSo?<|im_end|>"]
+    );
     for bad in [
         json!([{"role": "user", "content": [{"type": "image", "source": {}}]}]),
         json!([{"role": "user", "content": [{"type": "tool_use", "id": "x", "name": "y", "input": {}}]}]),
@@ -103,7 +107,11 @@ async fn conversations_with_tools() {
         json!([{"role": "user", "content": [{"type": "text"}]}]),
     ] {
         let reply = rig.post("/v1/messages", &body(&json!({"messages": bad}))).await;
-        assert_eq!((reply.status.as_u16(), reply.json()["error"]["type"].clone()), (400, json!("invalid_request_error")), "{bad}");
+        assert_eq!(
+            (reply.status.as_u16(), reply.json()["error"]["type"].clone()),
+            (400, json!("invalid_request_error")),
+            "{bad}"
+        );
     }
 }
 

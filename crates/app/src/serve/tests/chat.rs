@@ -78,11 +78,37 @@ async fn what_looks_like_a_call_is_text_without_tools() {
 async fn null_is_absent() {
     let rig = Rig::saying("</think>ok");
     let names = [
-        "model", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop",
-        "seed", "tools", "tool_choice", "response_format", "n", "stream", "stream_options",
-        "logprobs", "top_logprobs", "logit_bias", "reasoning_effort", "user", "functions", "audio",
-        "presence_penalty", "frequency_penalty", "parallel_tool_calls", "metadata", "store",
-        "chat_template_kwargs", "thinking_budget", "enable_thinking", "timeout", "modalities",
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "seed",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "n",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "reasoning_effort",
+        "user",
+        "functions",
+        "audio",
+        "presence_penalty",
+        "frequency_penalty",
+        "parallel_tool_calls",
+        "metadata",
+        "store",
+        "chat_template_kwargs",
+        "thinking_budget",
+        "enable_thinking",
+        "timeout",
+        "modalities",
     ];
     let mut all = json!({});
     names.iter().for_each(|name| all[*name] = Value::Null);
@@ -174,7 +200,9 @@ async fn log_probabilities_cover_the_text_and_no_more() {
 
 #[tokio::test]
 async fn ends_have_their_names() {
-    for (end, name) in [(Finish::Stop, "stop"), (Finish::Context, "length"), (Finish::Constraint, "stop")] {
+    for (end, name) in
+        [(Finish::Stop, "stop"), (Finish::Context, "length"), (Finish::Constraint, "stop")]
+    {
         let rig = Rig::acting(move |_| vec![Act::Round(ids("</think>ok")), Act::End(end)]);
         let reply = rig.chat(&json!({})).await.json();
         assert_eq!(reply["choices"][0]["finish_reason"], name);
@@ -259,8 +287,12 @@ async fn conversations_in_many_shapes() {
         json!([{"role": "system", "content": "a"}, {"role": "user", "content": "b"},
                {"role": "system", "content": "c"}, {"role": "user", "content": "d"}]),
         json!([{"role": "user", "content": "a"}, {"role": "assistant", "refusal": "no"}]),
-        call(json!("{\"a\": 1}")), call(json!("")), call(Value::Null), call(json!([1])),
-        call(json!("{broken")), call(json!({"a": {"b": 1}})),
+        call(json!("{\"a\": 1}")),
+        call(json!("")),
+        call(Value::Null),
+        call(json!([1])),
+        call(json!("{broken")),
+        call(json!({"a": {"b": 1}})),
     ];
     for messages in conversations {
         let reply = rig.chat(&json!({"messages": messages})).await;
@@ -296,7 +328,10 @@ async fn what_a_template_does_not_know_is_said() {
     let rig = Rig::saying("</think>ok");
     let fields = json!({"reasoning_effort": "high", "chat_template_kwargs": {"flavour": 1}});
     let notes = rig.chat(&fields).await.header("x-th-notes").to_owned();
-    assert!(notes.contains("knows no levels") && notes.contains("chat_template_kwargs.flavour"), "{notes}");
+    assert!(
+        notes.contains("knows no levels") && notes.contains("chat_template_kwargs.flavour"),
+        "{notes}"
+    );
     assert_eq!(rig.chat(&json!({"enable_thinking": true})).await.header("x-th-notes"), "");
 }
 

@@ -7,7 +7,7 @@ use axum::http::{Method, StatusCode};
 use engine::service::{Health, Refusal};
 use serde_json::{Value, json};
 
-use super::rig::{Rig, Reply, chat, post, request};
+use super::rig::{Reply, Rig, chat, post, request};
 use super::scripted::{Act, Scripted};
 use crate::serve::security::Security;
 use crate::serve::state::Options;
@@ -62,7 +62,10 @@ async fn unknown_models() {
         assert_eq!(reply["model"], "scripted");
     }
     let models = rig.get("/v1/models").await.json();
-    assert_eq!((&models["data"][0]["id"], &models["data"][0]["max_model_len"]), (&json!("scripted"), &json!(1000)));
+    assert_eq!(
+        (&models["data"][0]["id"], &models["data"][0]["max_model_len"]),
+        (&json!("scripted"), &json!(1000))
+    );
     assert_eq!(rig.get("/v1/models/scripted").await.status, StatusCode::OK);
     assert_eq!(rig.get("/v1/models/other").await.status, StatusCode::NOT_FOUND);
 }
@@ -93,10 +96,14 @@ async fn prompts_that_are_too_long() {
     let rig = Rig::saying("ok");
     let long = "secret ".repeat(2000);
     let fields = json!({"prompt": long, "messages": [{"role": "user", "content": long}]});
-    refused(&rig, &fields, 400, "context_length_exceeded", "maximum context length is 1000 tokens").await;
+    refused(&rig, &fields, 400, "context_length_exceeded", "maximum context length is 1000 tokens")
+        .await;
     let reply = rig.post("/v1/messages", &any(&fields)).await.json();
     let message = reply["error"]["message"].as_str().unwrap();
-    assert!(message.starts_with("prompt is too long: ") && message.ends_with(" tokens > 1000 maximum"), "{message}");
+    assert!(
+        message.starts_with("prompt is too long: ") && message.ends_with(" tokens > 1000 maximum"),
+        "{message}"
+    );
     assert!(rig.engine.seen().requests.is_empty());
 }
 
@@ -151,15 +158,24 @@ async fn values_that_make_no_sense() {
         (json!({"messages": []}), "messages"),
         (json!({"messages": [{"role": "wizard", "content": "x"}]}), "messages[0].role"),
         (json!({"messages": [{"role": "user", "content": 5}]}), "messages[0].content"),
-        (json!({"messages": [{"role": "user", "content": [{"type": "text"}]}]}), "messages[0].content[0]"),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+            "messages[0].content[0]",
+        ),
         (json!({"tools": [{"type": "function", "function": {"name": "a b"}}]}), "tools[0]"),
-        (json!({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}), "tools[0]"),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}),
+            "tools[0]",
+        ),
         (json!({"tool_choice": "required"}), "tool_choice"),
         (json!({"tool_choice": "sometimes"}), "tool_choice"),
         (json!({"tool_choice": {"type": "function", "function": {"name": "x"}}}), "tool_choice"),
         (json!({"response_format": {"type": "json_schema"}}), "response_format"),
         (json!({"response_format": {"type": "yaml"}}), "response_format"),
-        (json!({"chat_template_kwargs": {"enable_thinking": "no"}}), "chat_template_kwargs.enable_thinking"),
+        (
+            json!({"chat_template_kwargs": {"enable_thinking": "no"}}),
+            "chat_template_kwargs.enable_thinking",
+        ),
         (json!({"thinking_budget": -7}), "thinking_budget"),
     ];
     for (fields, param) in cases {
@@ -175,7 +191,8 @@ async fn values_that_make_no_sense() {
 #[tokio::test]
 async fn what_is_not_supported_is_refused_by_name() {
     let rig = Rig::saying("ok");
-    let image = json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]);
+    let image =
+        json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]);
     let cases = [
         (json!({"messages": image}), "messages[0].content[0]"),
         (json!({"functions": [{"name": "f"}]}), "functions"),
@@ -190,10 +207,14 @@ async fn what_is_not_supported_is_refused_by_name() {
         let reply = rig.chat(&fields).await;
         assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{fields}");
         let error = &reply.json()["error"];
-        assert_eq!((&error["param"], &error["code"]), (&json!(param), &json!("unsupported_parameter")));
+        assert_eq!(
+            (&error["param"], &error["code"]),
+            (&json!(param), &json!("unsupported_parameter"))
+        );
     }
     // The same with the values that change nothing.
-    let neutral = json!({"functions": [], "audio": null, "mirostat": 0, "typical_p": 1.0, "best_of": 1});
+    let neutral =
+        json!({"functions": [], "audio": null, "mirostat": 0, "typical_p": 1.0, "best_of": 1});
     assert_eq!(rig.chat(&neutral).await.status, StatusCode::OK);
     for (path, fields) in [
         ("/v1/completions", json!({"prompt": ["a", "b"]})),
@@ -223,10 +244,23 @@ async fn ignored_fields_are_named() {
 
 #[tokio::test]
 async fn bodies_and_paths_that_are_wrong() {
-    let small = Options { max_body_bytes: 1000, upload_timeout: Duration::from_millis(30), ..Options::default() };
+    let small = Options {
+        max_body_bytes: 1000,
+        upload_timeout: Duration::from_millis(30),
+        ..Options::default()
+    };
     let rig = Rig::with(Scripted::new(|_, _| Ok(vec![])), small, Security::default());
     for path in PATHS {
-        for body in ["", "{", "[]", "null", "5", "\"x\"", "{\"messages\": {}, \"prompt\": {}}", "\u{feff}{}"] {
+        for body in [
+            "",
+            "{",
+            "[]",
+            "null",
+            "5",
+            "\"x\"",
+            "{\"messages\": {}, \"prompt\": {}}",
+            "\u{feff}{}",
+        ] {
             let reply = rig.read(request(Method::POST, path, Body::from(body))).await;
             assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{path} {body}: {}", reply.text);
             error(path, &reply);
@@ -234,19 +268,32 @@ async fn bodies_and_paths_that_are_wrong() {
         let reply = rig.read(request(Method::POST, path, Body::from(vec![0xff, 0xfe]))).await;
         assert_eq!(reply.status, StatusCode::BAD_REQUEST);
         let reply = rig.post(path, &any(&json!({"x": "y".repeat(2000)}))).await;
-        assert_eq!((reply.status.as_u16(), error(path, &reply).1.as_str()), (413, "request_too_large"));
+        assert_eq!(
+            (reply.status.as_u16(), error(path, &reply).1.as_str()),
+            (413, "request_too_large")
+        );
         // The same without a length that would tell.
-        let pieces = futures_util::stream::iter((0..50).map(|_| Ok::<_, std::io::Error>("x".repeat(100))));
+        let pieces =
+            futures_util::stream::iter((0..50).map(|_| Ok::<_, std::io::Error>("x".repeat(100))));
         let reply = rig.read(request(Method::POST, path, Body::from_stream(pieces))).await;
         assert_eq!(reply.status.as_u16(), 413);
         let never = futures_util::stream::pending::<Result<String, std::io::Error>>();
         let reply = rig.read(request(Method::POST, path, Body::from_stream(never))).await;
-        assert_eq!((reply.status.as_u16(), error(path, &reply).1.as_str()), (408, "upload_timeout"));
+        assert_eq!(
+            (reply.status.as_u16(), error(path, &reply).1.as_str()),
+            (408, "upload_timeout")
+        );
         let reply = rig.read(request(Method::GET, path, Body::empty())).await;
-        assert_eq!((reply.status.as_u16(), error(path, &reply).1.as_str()), (405, "method_not_allowed"));
+        assert_eq!(
+            (reply.status.as_u16(), error(path, &reply).1.as_str()),
+            (405, "method_not_allowed")
+        );
         let nowhere = format!("{path}/nowhere");
         let reply = rig.read(request(Method::POST, &nowhere, Body::empty())).await;
-        assert_eq!((reply.status.as_u16(), error(&nowhere, &reply).1.as_str()), (404, "route_not_found"));
+        assert_eq!(
+            (reply.status.as_u16(), error(&nowhere, &reply).1.as_str()),
+            (404, "route_not_found")
+        );
     }
 }
 
@@ -255,7 +302,9 @@ async fn deep_bodies_do_no_harm() {
     let rig = Rig::saying("ok");
     let deep = format!("{}1{}", "[".repeat(100_000), "]".repeat(100_000));
     for (field, status) in [("x", 200), ("tools", 400), ("tool_choice", 400), ("metadata", 400)] {
-        let body = format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"x\"}}], \"{field}\": {deep}}}");
+        let body = format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"x\"}}], \"{field}\": {deep}}}"
+        );
         let reply = rig.read(request(Method::POST, "/v1/chat/completions", Body::from(body))).await;
         assert_eq!(reply.status.as_u16(), status, "{field} {}", reply.text);
     }
@@ -263,7 +312,12 @@ async fn deep_bodies_do_no_harm() {
 
 #[tokio::test]
 async fn one_request_that_panics_fails_alone() {
-    let rig = Rig::new(Scripted::new(|n, _| if n == 0 { panic!("a bug") } else { Ok(super::rig::says("</think>ok")) }));
+    let rig = Rig::new(Scripted::new(|n, _| {
+        if n == 0 { panic!("a bug") } else { Ok(super::rig::says("</think>ok")) }
+    }));
     let reply = rig.read(post("/v1/chat/completions", &chat(&json!({})))).await;
-    assert_eq!((reply.status.as_u16(), reply.json()["error"]["code"].clone()), (500, json!("internal_error")));
+    assert_eq!(
+        (reply.status.as_u16(), reply.json()["error"]["code"].clone()),
+        (500, json!("internal_error"))
+    );
 }

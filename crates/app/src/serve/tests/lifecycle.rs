@@ -27,19 +27,27 @@ async fn requests_during_a_load_are_told_how_far_it_is() {
     let (engine, wait) = (engine(), Mutex::new(wait));
     let for_load = Arc::clone(&engine);
     let load: Load = Arc::new(move |report| {
-        report(Loading { phase: "loading the model".into(), done_bytes: 3 << 20, total_bytes: 4 << 20 });
+        report(Loading {
+            phase: "loading the model".into(),
+            done_bytes: 3 << 20,
+            total_bytes: 4 << 20,
+        });
         let _ = wait.lock().unwrap().recv();
         Ok(served(Arc::clone(&for_load)))
     });
     let rig = rig(&engine, Lifecycle::start(load));
-    eventually(|| matches!(rig.app.phase(), Phase::Loading(Loading { done_bytes: 3_145_728, .. }))).await;
+    eventually(|| matches!(rig.app.phase(), Phase::Loading(Loading { done_bytes: 3_145_728, .. })))
+        .await;
     let reply = rig.chat(&json!({})).await;
     assert_eq!((reply.status.as_u16(), reply.header("retry-after")), (503, "5"));
     assert_eq!(reply.json()["error"]["code"], "model_loading");
     assert!(reply.text.contains("75 %"), "{}", reply.text);
     let health = rig.get("/health").await;
     assert_eq!(health.status, StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(health.json(), json!({"status": "loading", "reason": "loading the model: 3 of 4 MiB"}));
+    assert_eq!(
+        health.json(),
+        json!({"status": "loading", "reason": "loading the model: 3 of 4 MiB"})
+    );
     go.send(()).unwrap();
     eventually(|| matches!(rig.app.phase(), Phase::Ready(_))).await;
     assert_eq!(rig.chat(&json!({})).await.status, StatusCode::OK);
@@ -79,7 +87,10 @@ async fn an_idle_model_is_released_and_loaded_again() {
     // Nothing holds the model any more but the one who tests it.
     eventually(|| Arc::strong_count(&engine) == 3).await; // the test, the rig and the loader
     let health = rig.get("/health").await;
-    assert_eq!((health.status, health.json()["status"].clone()), (StatusCode::OK, json!("released")));
+    assert_eq!(
+        (health.status, health.json()["status"].clone()),
+        (StatusCode::OK, json!("released"))
+    );
     assert_eq!(rig.get("/ready").await.status, StatusCode::SERVICE_UNAVAILABLE);
     // What is known of it can be asked, without loading it.
     for path in ["/v1/models", "/api/tags", "/status"] {
@@ -100,7 +111,8 @@ async fn an_idle_model_is_released_and_loaded_again() {
 async fn a_server_that_leaves_ends_what_runs_and_takes_nothing_more() {
     let gone = Arc::new(AtomicBool::new(false));
     let engine = Scripted::new(|_, _| {
-        let mut acts = vec![Act::Round(super::rig::ids("one")), Act::Wait(Duration::from_millis(60))];
+        let mut acts =
+            vec![Act::Round(super::rig::ids("one")), Act::Wait(Duration::from_millis(60))];
         acts.extend(says(" two"));
         Ok(acts)
     });
@@ -113,7 +125,10 @@ async fn a_server_that_leaves_ends_what_runs_and_takes_nothing_more() {
         lifecycle.drain();
         gone.store(true, Ordering::SeqCst);
         let reply = rig.chat(&json!({})).await;
-        assert_eq!((reply.status.as_u16(), reply.json()["error"]["code"].clone()), (503, json!("draining")));
+        assert_eq!(
+            (reply.status.as_u16(), reply.json()["error"]["code"].clone()),
+            (503, json!("draining"))
+        );
         assert_eq!(rig.get("/health").await.json()["status"], "draining");
     };
     let (reply, ()) = tokio::join!(running, leaving);

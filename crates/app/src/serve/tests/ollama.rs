@@ -15,7 +15,10 @@ async fn chats() {
     let reply = rig.post("/api/chat", &body).await.json();
     let message = &reply["message"];
     assert_eq!((&message["content"], &message["thinking"]), (&json!("Looking."), &json!("Hm.")));
-    assert_eq!(message["tool_calls"][0]["function"], json!({"name": "look", "arguments": {"at": "it"}}));
+    assert_eq!(
+        message["tool_calls"][0]["function"],
+        json!({"name": "look", "arguments": {"at": "it"}})
+    );
     assert_eq!((&reply["done"], &reply["done_reason"]), (&json!(true), &json!("stop")));
     assert_eq!(reply["eval_duration"], 40_000_000);
     let streamed = rig.post("/api/chat", &chat(&json!({"tools": tools}))).await;
@@ -26,7 +29,9 @@ async fn chats() {
 #[tokio::test]
 async fn a_request_without_words_loads_the_model() {
     let rig = Rig::saying("ok");
-    for (path, body) in [("/api/chat", json!({"messages": []})), ("/api/generate", json!({"model": "scripted"}))] {
+    for (path, body) in
+        [("/api/chat", json!({"messages": []})), ("/api/generate", json!({"model": "scripted"}))]
+    {
         let reply = rig.post(path, &body).await.json();
         assert_eq!((&reply["done"], &reply["done_reason"]), (&json!(true), &json!("load")));
     }
@@ -36,15 +41,20 @@ async fn a_request_without_words_loads_the_model() {
 #[tokio::test]
 async fn generations() {
     let rig = Rig::saying("</think>ok");
-    let prompt = |raw: bool| json!({"prompt": "Hi", "raw": raw, "stream": false, "system": "Be brief.",
-        "options": {"num_predict": 5, "seed": 7, "temperature": 0, "repeat_penalty": 1.5, "num_ctx": 4096}});
+    let prompt = |raw: bool| {
+        json!({"prompt": "Hi", "raw": raw, "stream": false, "system": "Be brief.",
+        "options": {"num_predict": 5, "seed": 7, "temperature": 0, "repeat_penalty": 1.5, "num_ctx": 4096}})
+    };
     let reply = rig.post("/api/generate", &prompt(false)).await;
     assert_eq!(reply.json()["response"], "ok");
     assert_eq!(reply.header("x-th-ignored"), "options.num_ctx");
     assert!(reply.header("x-th-notes").contains("seed changes nothing at temperature 0"));
     rig.post("/api/generate", &prompt(true)).await;
     let seen = rig.engine.seen().requests;
-    assert_eq!((seen[0].max_tokens, seen[0].sampler.seed, seen[0].sampler.repetition_penalty), (5, 7, 1.5));
+    assert_eq!(
+        (seen[0].max_tokens, seen[0].sampler.seed, seen[0].sampler.repetition_penalty),
+        (5, 7, 1.5)
+    );
     assert!(seen[0].prompt.len() > seen[1].prompt.len());
 }
 

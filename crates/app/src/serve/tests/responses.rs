@@ -47,7 +47,8 @@ async fn whole_and_streamed_agree() {
         // Every item that begins grows to what it is at its end.
         for (index, item) in whole["output"].as_array().unwrap().iter().enumerate() {
             let of = |kind: &str| -> Vec<&Value> {
-                let about = |event: &&Value| event["type"] == kind && event["output_index"] == index;
+                let about =
+                    |event: &&Value| event["type"] == kind && event["output_index"] == index;
                 events.iter().filter(about).collect()
             };
             assert_eq!(of("response.output_item.added").len(), 1);
@@ -67,14 +68,20 @@ async fn whole_and_streamed_agree() {
 #[tokio::test]
 async fn conversations_go_on() {
     let rig = Rig::acting(|n| says(["</think>Blue.", "</think>Sky."][n % 2]));
-    let first = rig.post("/v1/responses", &json!({"input": "Colour?", "instructions": "Be brief."})).await.json();
+    let first = rig
+        .post("/v1/responses", &json!({"input": "Colour?", "instructions": "Be brief."}))
+        .await
+        .json();
     let id = first["id"].as_str().unwrap();
     let body = json!({"input": [{"role": "user", "content": "Why?"}], "previous_response_id": id});
     let second = rig.post("/v1/responses", &body).await.json();
     assert_eq!(second["previous_response_id"], id);
     let prompt = decode(&**TOK, &rig.engine.seen().requests[1].prompt, true);
     let turns: Vec<&str> = prompt.split("<|im_start|>").skip(1).collect();
-    assert!(turns[0].contains("Colour?") && turns[1].contains("Blue.") && turns[2].contains("Why?"), "{prompt}");
+    assert!(
+        turns[0].contains("Colour?") && turns[1].contains("Blue.") && turns[2].contains("Why?"),
+        "{prompt}"
+    );
     assert!(!prompt.contains("Be brief."), "instructions don't go on");
     let path = format!("/v1/responses/{id}");
     assert_eq!(rig.get(&path).await.json(), first);
@@ -87,7 +94,10 @@ async fn conversations_go_on() {
         rig.read(request(Method::DELETE, &path, Body::empty())).await,
         rig.post("/v1/responses", &body).await,
     ] {
-        assert_eq!((reply.status, reply.json()["error"]["code"].clone()), (StatusCode::NOT_FOUND, json!("response_not_found")));
+        assert_eq!(
+            (reply.status, reply.json()["error"]["code"].clone()),
+            (StatusCode::NOT_FOUND, json!("response_not_found"))
+        );
     }
     let unkept = rig.post("/v1/responses", &json!({"input": "x", "store": false})).await.json();
     let path = format!("/v1/responses/{}", unkept["id"].as_str().unwrap());
@@ -126,7 +136,16 @@ async fn what_agents_send() {
         assert!(notes.contains(left_out), "{notes}");
     }
     let prompt = decode(&**TOK, &rig.engine.seen().requests[0].prompt, true);
-    for part in ["You are an agent.", "Rules.", "Do it.", "Hm.", "\"command\": [\"ls\"]", "files", "Done.", "More."] {
+    for part in [
+        "You are an agent.",
+        "Rules.",
+        "Do it.",
+        "Hm.",
+        "\"command\": [\"ls\"]",
+        "files",
+        "Done.",
+        "More.",
+    ] {
         assert!(prompt.contains(part), "{part}: {prompt}");
     }
 }
@@ -134,9 +153,15 @@ async fn what_agents_send() {
 #[tokio::test]
 async fn ends_have_their_names() {
     let rig = Rig::saying("</think>one two three four");
-    let cut = rig.post("/v1/responses", &json!({"input": "x", "max_output_tokens": 3})).await.json();
-    assert_eq!((&cut["status"], &cut["incomplete_details"]["reason"]), (&json!("incomplete"), &json!("max_output_tokens")));
-    let streamed = rig.post("/v1/responses", &json!({"input": "x", "max_output_tokens": 3, "stream": true})).await;
+    let cut =
+        rig.post("/v1/responses", &json!({"input": "x", "max_output_tokens": 3})).await.json();
+    assert_eq!(
+        (&cut["status"], &cut["incomplete_details"]["reason"]),
+        (&json!("incomplete"), &json!("max_output_tokens"))
+    );
+    let streamed = rig
+        .post("/v1/responses", &json!({"input": "x", "max_output_tokens": 3, "stream": true}))
+        .await;
     assert_eq!(streamed.events().last().unwrap()["type"], "response.incomplete");
     let rig = Rig::acting(|_| vec![Act::Round(ids("</think>one")), Act::Fail]);
     let streamed = rig.post("/v1/responses", &json!({"input": "x", "stream": true})).await;
@@ -155,6 +180,10 @@ async fn ends_have_their_names() {
         (json!({"input": "x", "max_output_tokens": 0}), "max_output_tokens"),
     ] {
         let reply = rig.post("/v1/responses", &body).await;
-        assert_eq!((reply.status, reply.json()["error"]["param"].clone()), (StatusCode::BAD_REQUEST, json!(param)), "{body}");
+        assert_eq!(
+            (reply.status, reply.json()["error"]["param"].clone()),
+            (StatusCode::BAD_REQUEST, json!(param)),
+            "{body}"
+        );
     }
 }

@@ -208,7 +208,8 @@ async fn perform(
 
 /// A token with made-up log-probabilities: its own, and itself and its successors as alternatives.
 fn token(id: u32, logprobs: Option<usize>) -> Token {
-    let alternative = |n: usize| (id + n as u32, if n == 2 { f32::NEG_INFINITY } else { -0.5 - n as f32 });
+    let alternative =
+        |n: usize| (id + n as u32, if n == 2 { f32::NEG_INFINITY } else { -0.5 - n as f32 });
     Token {
         id,
         logprob: logprobs.map(|_| -0.5),

@@ -86,10 +86,26 @@ async fn foreign_hosts_are_refused() {
         let local = &local;
         async move { ask(local, Method::POST, "/v1/chat/completions", &[("host", host)]).await.0 }
     };
-    for fine in ["localhost", "localhost:8080", "LocalHost", "127.0.0.1:8080", "[::1]:8080", "::1", "192.168.1.7", "a.localhost"] {
+    for fine in [
+        "localhost",
+        "localhost:8080",
+        "LocalHost",
+        "127.0.0.1:8080",
+        "[::1]:8080",
+        "::1",
+        "192.168.1.7",
+        "a.localhost",
+    ] {
         assert_eq!(status(fine).await, 200, "{fine}");
     }
-    for foreign in ["evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "", "localhost@evil"] {
+    for foreign in [
+        "evil.example",
+        "evil.example:8080",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        "localhost@evil",
+    ] {
         assert_eq!(status(foreign).await, 403, "{foreign}");
     }
     let named = rig(Security { hosts: vec!["box.lan".into()], ..Security::default() });
@@ -99,7 +115,8 @@ async fn foreign_hosts_are_refused() {
 
 #[tokio::test]
 async fn foreign_origins_are_refused() {
-    let local = rig(Security { origins: vec!["https://chat.example".into()], ..Security::default() });
+    let local =
+        rig(Security { origins: vec!["https://chat.example".into()], ..Security::default() });
     let host = ("host", "localhost:8080");
     for (origin, expected) in [
         ("http://localhost:8080", 200),
@@ -137,7 +154,10 @@ async fn pages_may_read_what_their_origin_is_allowed() {
     let reply = preflight(Security::default(), "https://evil.example").await;
     assert_eq!(reply.header("access-control-allow-origin"), "");
     let any = Security { origins: vec!["*".into()], ..Security::default() };
-    assert_eq!(preflight(any, "https://evil.example").await.header("access-control-allow-origin"), "*");
+    assert_eq!(
+        preflight(any, "https://evil.example").await.header("access-control-allow-origin"),
+        "*"
+    );
 }
 
 #[test]

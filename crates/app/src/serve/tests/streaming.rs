@@ -6,7 +6,7 @@ use std::time::Duration;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 
-use super::rig::{Rig, Reply, chat, eventually, ids, post, says_in};
+use super::rig::{Reply, Rig, chat, eventually, ids, post, says_in};
 use super::scripted::{Act, Scripted};
 use crate::serve::security::Security;
 use crate::serve::state::Options;
@@ -27,7 +27,9 @@ fn text(value: &Value) -> String {
 const ENDPOINTS: [Endpoint; 5] = [
     Endpoint {
         path: "/v1/chat/completions",
-        body: |stop, stream| chat(&json!({"stop": stop, "stream": stream, "enable_thinking": false})),
+        body: |stop, stream| {
+            chat(&json!({"stop": stop, "stream": stream, "enable_thinking": false}))
+        },
         whole: |reply| text(&reply["choices"][0]["message"]["content"]),
         piece: |event| text(&event["choices"][0]["delta"]["content"]),
     },
@@ -56,9 +58,7 @@ const ENDPOINTS: [Endpoint; 5] = [
     },
     Endpoint {
         path: "/api/generate",
-        body: |stop, stream| {
-            json!({"prompt": "Hi", "options": {"stop": stop}, "stream": stream, "think": false})
-        },
+        body: |stop, stream| json!({"prompt": "Hi", "options": {"stop": stop}, "stream": stream, "think": false}),
         whole: |reply| text(&reply["response"]),
         piece: |event| text(&event["response"]),
     },
@@ -128,20 +128,28 @@ async fn stop_texts_never_show() {
                 let whole = rig.post(endpoint.path, &(endpoint.body)(Some(stop), false)).await;
                 assert_eq!((endpoint.whole)(&whole.json()), expected, "{} {stop}", endpoint.path);
                 let streamed = rig.post(endpoint.path, &(endpoint.body)(Some(stop), true)).await;
-                assert_eq!(endpoint.pieces(&streamed).concat(), expected, "{} {stop}", endpoint.path);
+                assert_eq!(
+                    endpoint.pieces(&streamed).concat(),
+                    expected,
+                    "{} {stop}",
+                    endpoint.path
+                );
             }
         }
         let seen = rig.engine.seen();
         // The engine is told how many tokens count: those up to the one that completed the stop text.
         let needed = |stop: &str| {
             let met = |n: &usize| {
-                crate::text::detokenize::decode(&**super::rig::TOK, &ids(said)[..*n], false).contains(stop)
+                crate::text::detokenize::decode(&**super::rig::TOK, &ids(said)[..*n], false)
+                    .contains(stop)
             };
             (1..=ids(said).len()).find(met).unwrap()
         };
         let counts: Vec<usize> = seen.finished.iter().map(|(_, tokens)| *tokens).collect();
-        let expected: Vec<usize> =
-            ["own fox", long, " "].iter().flat_map(|stop| vec![needed(stop); 2 * ENDPOINTS.len()]).collect();
+        let expected: Vec<usize> = ["own fox", long, " "]
+            .iter()
+            .flat_map(|stop| vec![needed(stop); 2 * ENDPOINTS.len()])
+            .collect();
         assert_eq!(counts, expected);
     }
 }
@@ -154,7 +162,11 @@ async fn a_stop_text_counts_before_the_limit() {
             let rig = Rig::acting(move |_| says_in(said, size));
             let fields = json!({"stop": "own fox", "max_tokens": limit, "enable_thinking": false});
             let reply = rig.chat(&fields).await.json();
-            let shown = crate::text::detokenize::decode(&**super::rig::TOK, &ids(said)[..limit.min(ids(said).len())], false);
+            let shown = crate::text::detokenize::decode(
+                &**super::rig::TOK,
+                &ids(said)[..limit.min(ids(said).len())],
+                false,
+            );
             let choice = &reply["choices"][0];
             let (text, finish) = match shown.find("own fox") {
                 Some(at) => (&shown[..at], "stop"),
@@ -178,17 +190,25 @@ async fn usage_comes_if_asked_for_and_only_then() {
         let fields = json!({"stream": true, "stream_options": options});
         for reply in [
             rig.chat(&fields).await,
-            rig.post("/v1/completions", &json!({"prompt": "Hi", "stream": true, "stream_options": options})).await,
+            rig.post(
+                "/v1/completions",
+                &json!({"prompt": "Hi", "stream": true, "stream_options": options}),
+            )
+            .await,
         ] {
             let events = reply.events();
-            let with: Vec<&Value> = events.iter().filter(|event| event["usage"].is_object()).collect();
+            let with: Vec<&Value> =
+                events.iter().filter(|event| event["usage"].is_object()).collect();
             assert_eq!(with.len(), usize::from(asked), "{options}");
             if asked {
                 let last = events.last().unwrap();
                 assert_eq!((&last["choices"], with[0]), (&json!([]), last));
                 let usage = &last["usage"];
                 assert!(usage["completion_tokens"].as_u64().unwrap() > 0);
-                assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"].as_u64().unwrap().min(3));
+                assert_eq!(
+                    usage["prompt_tokens_details"]["cached_tokens"],
+                    usage["prompt_tokens"].as_u64().unwrap().min(3)
+                );
             }
             assert!(reply.text.ends_with("data: [DONE]\n\n"));
         }
@@ -202,7 +222,9 @@ async fn a_failure_in_the_middle_is_no_success() {
         let streamed = rig.post(endpoint.path, &(endpoint.body)(None, true)).await;
         let text = &streamed.text;
         assert!(text.contains("the device failed: it is on fire"), "{text}");
-        for success in ["[DONE]", "message_stop", "\"finish_reason\":\"", "\"done\":true", "end_turn"] {
+        for success in
+            ["[DONE]", "message_stop", "\"finish_reason\":\"", "\"done\":true", "end_turn"]
+        {
             assert!(!text.contains(success), "{} {success}", endpoint.path);
         }
         assert!(endpoint.pieces(&streamed).concat().starts_with("one two"));
@@ -210,12 +232,21 @@ async fn a_failure_in_the_middle_is_no_success() {
         assert_eq!(whole.status.as_u16(), 500);
     }
     let last = rig.post("/v1/messages", &(ENDPOINTS[2].body)(None, true)).await;
-    assert!(last.text.contains("event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\""));
+    assert!(
+        last.text
+            .contains("event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\"")
+    );
 }
 
 #[tokio::test]
 async fn a_silent_engine_keeps_the_connection() {
-    let acts = |_| vec![Act::Wait(Duration::from_millis(120)), Act::Round(ids("ok")), Act::End(engine::service::Finish::Stop)];
+    let acts = |_| {
+        vec![
+            Act::Wait(Duration::from_millis(120)),
+            Act::Round(ids("ok")),
+            Act::End(engine::service::Finish::Stop),
+        ]
+    };
     let options = Options { keep_alive: Duration::from_millis(20), ..Options::default() };
     let rig = Rig::with(Scripted::new(move |n, _| Ok(acts(n))), options, Security::default());
     for endpoint in &ENDPOINTS {
@@ -232,7 +263,14 @@ async fn a_silent_engine_keeps_the_connection() {
 
 #[tokio::test]
 async fn progress_is_told_if_asked_for() {
-    let rig = Rig::acting(|_| vec![Act::Prefill(4), Act::Prefill(9), Act::Round(ids("ok")), Act::End(engine::service::Finish::Stop)]);
+    let rig = Rig::acting(|_| {
+        vec![
+            Act::Prefill(4),
+            Act::Prefill(9),
+            Act::Round(ids("ok")),
+            Act::End(engine::service::Finish::Stop),
+        ]
+    });
     let reply = rig.chat(&json!({"stream": true, "return_progress": true})).await;
     let events = reply.events();
     let told: Vec<&Value> =
@@ -246,7 +284,12 @@ async fn progress_is_told_if_asked_for() {
 #[tokio::test]
 async fn a_client_that_leaves_cancels_its_request() {
     let rig = Rig::acting(|n| match n {
-        0 => vec![Act::Round(ids("one")), Act::Wait(Duration::from_millis(60)), Act::Round(ids(" two")), Act::End(engine::service::Finish::Stop)],
+        0 => vec![
+            Act::Round(ids("one")),
+            Act::Wait(Duration::from_millis(60)),
+            Act::Round(ids(" two")),
+            Act::End(engine::service::Finish::Stop),
+        ],
         _ => vec![Act::Round(ids("one")), Act::Hang],
     });
     // Someone else's request runs on.

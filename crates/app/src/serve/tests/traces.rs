@@ -30,7 +30,10 @@ async fn every_request_is_counted_once_by_what_became_of_it() {
     assert_eq!(count(&rig, chat, "ok"), 2);
     rig.chat(&json!({"stream": true})).await;
     assert_eq!(count(&rig, chat, "server_error"), 1);
-    let mut body = rig.send(post("/v1/messages", &super::rig::chat(&json!({"stream": true})))).await.into_body();
+    let mut body = rig
+        .send(post("/v1/messages", &super::rig::chat(&json!({"stream": true}))))
+        .await
+        .into_body();
     body.frame().await.unwrap().unwrap();
     drop(body);
     eventually(|| count(&rig, "/v1/messages", "cancelled") == 1).await;
@@ -38,7 +41,8 @@ async fn every_request_is_counted_once_by_what_became_of_it() {
     assert_eq!(count(&rig, chat, "not_found"), 1);
     rig.chat(&json!({"n": 0})).await;
     assert_eq!(count(&rig, chat, "bad_request"), 1);
-    let foreign = axum::http::Request::builder().method(Method::POST).uri(chat).header("host", "evil");
+    let foreign =
+        axum::http::Request::builder().method(Method::POST).uri(chat).header("host", "evil");
     rig.read(foreign.body(axum::body::Body::empty()).unwrap()).await;
     assert_eq!(count(&rig, chat, "auth"), 1);
     assert_eq!(count(&rig, chat, "ok"), 2);
@@ -48,7 +52,10 @@ async fn every_request_is_counted_once_by_what_became_of_it() {
     assert_eq!(count(&rig, "/health", "ok") + count(&rig, "/v1/models", "ok"), 0);
     let text = rig.app.recorder.metrics().text();
     let tokens = |kind: &str| -> f64 {
-        let wanted = |line: &&str| line.starts_with("th_engine_tokens_total{") && line.contains(&format!("kind=\"{kind}\""));
+        let wanted = |line: &&str| {
+            line.starts_with("th_engine_tokens_total{")
+                && line.contains(&format!("kind=\"{kind}\""))
+        };
         text.lines().find(wanted).unwrap().rsplit(' ').next().unwrap().parse().unwrap()
     };
     let said = ids("Hm.</think>\n\nok").len() as f64 + 1.0;
@@ -64,5 +71,8 @@ async fn a_trace_goes_on_from_its_caller() {
     request.headers_mut().insert("traceparent", parent.parse().unwrap());
     let reply = rig.read(request).await;
     assert_eq!(reply.header("x-th-trace-id"), "4bf92f3577b34da6a3ce929d0e0e4736");
-    assert_ne!(rig.chat(&json!({})).await.header("x-th-trace-id"), rig.chat(&json!({})).await.header("x-th-trace-id"));
+    assert_ne!(
+        rig.chat(&json!({})).await.header("x-th-trace-id"),
+        rig.chat(&json!({})).await.header("x-th-trace-id")
+    );
 }
