@@ -34,7 +34,7 @@ pub struct Facts {
     /// Tokenizer and templates; synthetic models have none.
     pub text: Option<Arc<ChatText>>,
     /// Compiles what answers have to obey; for models with a tokenizer.
-    pub grammars: Option<Grammars>,
+    pub grammars: Option<Arc<Grammars>>,
     /// The model's own name.
     pub name: String,
     /// The draft's name.

@@ -219,7 +219,7 @@ fn load(
         metrics.watch_service(&service);
         let text = open_text(&text)?.map(Arc::new);
         let grammars = match &text {
-            Some(text) => Some(Grammars::new(text.shared_tok(), &stop_tokens)?),
+            Some(text) => Some(Arc::new(Grammars::new(text.shared_tok(), &stop_tokens)?)),
             None => None,
         };
         let facts = Facts {

@@ -82,6 +82,8 @@ async fn an_idle_model_is_released_and_loaded_again() {
     assert!(!lifecycle.release_if_idle(Duration::from_secs(60)), "too early");
     assert!(!lifecycle.release_if_idle(Duration::from_millis(10)), "a request holds it");
     drop(held);
+    assert!(!lifecycle.release_if_idle(Duration::from_millis(10)), "idle since a moment ago");
+    std::thread::sleep(Duration::from_millis(20));
     assert!(lifecycle.release_if_idle(Duration::from_millis(10)));
     assert!(!lifecycle.release_if_idle(Duration::from_millis(10)), "only once");
     // Nothing holds the model any more but the one who tests it.

@@ -50,6 +50,10 @@ pub(super) static TOK: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| {
     Arc::new(Tokenizer::from_json("t", json, None).unwrap())
 });
 
+/// One for all tests: it takes its time.
+static GRAMMARS: LazyLock<Arc<Grammars>> =
+    LazyLock::new(|| Arc::new(Grammars::new(TOK.clone(), &[EOS]).unwrap()));
+
 /// The tokens of a text; reasoning tags in it are tokens of their own.
 pub(super) fn ids(text: &str) -> Vec<u32> {
     TOK.encode(&Guarded::trusted(text)).unwrap()
@@ -180,11 +184,11 @@ pub(super) fn served(engine: Arc<Scripted>) -> Served {
     let sources = [("default".to_owned(), TEMPLATE.to_owned())];
     let templates = Templates::parse("t", &sources, jiff::Zoned::now).unwrap();
     let tok: Arc<dyn Tok> = TOK.clone();
-    let text = ChatText::new(tok.clone(), templates, serde_json::Map::new());
+    let text = ChatText::new(tok, templates, serde_json::Map::new());
     let facts = Facts {
         info: engine.info(),
         text: Some(Arc::new(text)),
-        grammars: Some(Grammars::new(tok, &[EOS]).unwrap()),
+        grammars: Some(GRAMMARS.clone()),
         name: "scripted".into(),
         draft: None,
         defaults: SamplingDefaults {
