@@ -33,9 +33,7 @@ impl Tool {
         let parameters = match &function["parameters"] {
             Value::Null => Value::Object(Map::new()),
             object @ Value::Object(_) => object.clone(),
-            _ => {
-                return Err(format!("the parameters of tool {name:?} must be a JSON schema object"));
-            }
+            _ => return Err(format!("the parameters of tool {name:?} must be a JSON schema object")),
         };
         Ok(Tool {
             name: name.to_owned(),
