@@ -95,7 +95,9 @@ impl Timeline {
         micros(at.saturating_duration_since(self.origin))
     }
 
+    /// A wait that is told to be longer than the request is old began with it.
     fn span(&self, name: &str, from: Instant, to: Instant) -> Span {
+        let from = from.max(self.origin);
         Span {
             name: name.to_owned(),
             start_us: self.since(from),
@@ -329,7 +331,7 @@ impl Steps {
 
 /// Attributes, those left out that say nothing.
 fn attributes<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
-    let says = |value: &Value| *value != Value::from("") && *value != Value::from(0);
+    let says = |value: &Value| value.as_str() != Some("") && value.as_u64() != Some(0);
     pairs.into_iter().filter(|(_, value)| says(value)).map(|(k, v)| (k.to_owned(), v)).collect()
 }
 
