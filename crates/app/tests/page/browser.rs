@@ -103,8 +103,16 @@ impl Browser {
 
     /// Opens an address.
     pub(crate) fn open(&mut self, url: &str) {
+        self.eval("window.before = true");
         self.call("Page.navigate", json!({"url": url}));
-        self.wait("document.readyState === 'complete'");
+        self.wait("window.before === undefined && document.readyState === 'complete'");
+    }
+
+    /// Loads the page again.
+    pub(crate) fn reload(&mut self) {
+        self.eval("window.before = true");
+        self.call("Page.reload", json!({}));
+        self.wait("window.before === undefined && document.readyState === 'complete'");
     }
 
     /// The value of an expression.
@@ -115,10 +123,12 @@ impl Browser {
         result["result"]["value"].clone()
     }
 
-    /// Waits until an expression is true.
+    /// Waits until an expression is true; one that can't be told yet is not.
     pub(crate) fn wait(&mut self, expression: &str) {
         let until = Instant::now() + PATIENCE;
-        while self.eval(expression) != Value::Bool(true) {
+        let tried =
+            format!("(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()");
+        while self.eval(&tried) != Value::Bool(true) {
             if Instant::now() > until {
                 let text = self.eval("document.body.innerText");
                 panic!(

@@ -106,8 +106,7 @@ fn chat_by_keyboard(browser: &mut Browser, script: &Script, folder: &Path) {
     idle(browser);
     assert_eq!(browser.eval(&format!("{LOG}.includes('the script says so <i>')")), true);
     // A reload keeps the conversation of this tab.
-    browser.eval("location.reload()");
-    browser.wait("document.readyState === 'complete'");
+    browser.reload();
     browser.wait(&format!("{LOG}.includes('word10')"));
     browser.tab_to("fresh");
     browser.press("Enter", false);
