@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use engine::{Rule, SamplingOptions};
 
 use crate::config::Surroundings;
 use crate::generate::{DeviceKind, GenerateOptions, Isa, LoadRequest};
+use crate::serve;
+use crate::serve::args::{LaunchArgs, ServeArgs};
 use crate::watch::top::TopArgs;
 use crate::watch::traces::TracesArgs;
 
@@ -15,7 +17,7 @@ use crate::watch::traces::TracesArgs;
 #[command(name = "th-engine", version = version(), arg_required_else_help = true, max_term_width = 100)]
 #[command(after_help = "\
 Environment: TH_ENGINE_MODELS (folders of models, separated as in PATH), TH_ISA (as --isa), TH_NVRTC (folder of \
-libnvrtc.so.13), NO_COLOR.
+libnvrtc.so.13), TH_API_KEY (key of the server), NO_COLOR.
 Exit status: 0 done, 1 failed while running, 2 wrong command line, 3 model not found or not loaded, \
 130 interrupted.")]
 pub struct Cli {
@@ -49,6 +51,16 @@ input; it is one user message in the model's chat template unless --raw or --tok
 The answer goes to standard output. Reasoning is shown there on a terminal, and goes to standard \
 error otherwise.")]
     Run(Box<RunArgs>),
+    /// Answer the requests of applications: OpenAI's, Anthropic's and Ollama's APIs
+    #[command(long_about = "\
+Answer the requests of applications, in OpenAI's, Anthropic's and Ollama's APIs. GET /openapi.json
+describes them, GET /status tells how the server is. Ctrl-C or SIGTERM let requests end first.")]
+    Serve(Box<ServeArgs>),
+    /// Start an agent on a server that runs: Claude Code, Codex or opencode
+    #[command(long_about = "\
+Start an agent on a server that runs, with the context and the limits that the server really has. With \
+--print, print what would be set instead, as commands of a shell.")]
+    Launch(LaunchArgs),
     /// Describe a model: shapes, memory, expected speed, tokenizer, template
     Inspect(InspectArgs),
     /// Measure prefill, decode and rounds here, next to what the bytes allow
@@ -100,7 +112,7 @@ pub struct EngineArgs {
 }
 
 /// The model as the first argument of a command.
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct ModelArg {
     /// The model, as --model
     #[arg(value_name = "MODEL")]
@@ -286,7 +298,7 @@ impl Cli {
     pub fn parse_checked(
         args: impl IntoIterator<Item = std::ffi::OsString>,
     ) -> Result<Cli, clap::Error> {
-        let cli = Cli::try_parse_from(args)?;
+        let cli = Cli::parse_with_file(args)?;
         let conflict = |message: String| {
             Err(Cli::command().error(clap::error::ErrorKind::ArgumentConflict, message))
         };
@@ -298,7 +310,7 @@ impl Cli {
         let answer = match &cli.command {
             Command::Chat(args) => Some(&args.answer),
             Command::Run(args) => Some(&args.answer),
-            Command::Inspect(_) => None,
+            Command::Serve(_) | Command::Launch(_) | Command::Inspect(_) => None,
             Command::Bench(_) | Command::Profile(_) => None,
             Command::Traces(_) | Command::Top(_) => None,
         };
@@ -314,6 +326,32 @@ impl Cli {
             return conflict(
                 "--acceptance greedy needs temperature 0; leave one of the two out".into(),
             );
+        }
+        Ok(cli)
+    }
+
+    /// Parses a command line, and the configuration file that it names as a part of it.
+    fn parse_with_file(
+        args: impl IntoIterator<Item = std::ffi::OsString>,
+    ) -> Result<Cli, clap::Error> {
+        let mut args: Vec<std::ffi::OsString> = args.into_iter().collect();
+        let mut command = Cli::command();
+        let mut matches = command.try_get_matches_from_mut(&args)?;
+        // Built, so that options of all commands are known to this one.
+        let serve = command.find_subcommand("serve").cloned();
+        if let (Some(("serve", given)), Some(serve)) = (matches.subcommand(), &serve)
+            && let Some(path) = given.get_one::<PathBuf>("config")
+        {
+            let wrong = |what| command.clone().error(clap::error::ErrorKind::InvalidValue, what);
+            args.extend(serve::config::arguments(serve, given, path).map_err(wrong)?);
+            matches = command.try_get_matches_from_mut(&args)?;
+        }
+        let mut cli = Cli::from_arg_matches(&matches)?;
+        if let (Command::Serve(args), Some((_, given)), Some(serve)) =
+            (&mut cli.command, matches.subcommand(), &serve)
+            && args.print_config
+        {
+            args.effective = serve::config::effective(serve, given);
         }
         Ok(cli)
     }
@@ -342,6 +380,8 @@ impl Cli {
         match &self.command {
             Command::Chat(args) => &args.model,
             Command::Run(args) => &args.model,
+            Command::Serve(args) => &args.model,
+            Command::Launch(args) => &args.model,
             Command::Inspect(args) => &args.model,
             Command::Bench(args) => &args.model,
             Command::Profile(args) => &args.model,

@@ -24,7 +24,7 @@ pub mod text;
 pub mod watch;
 
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use crate::answer::AnswerError;
@@ -80,7 +80,10 @@ impl From<AnswerError> for Failure {
 }
 
 /// Runs the program on a command line whose first item is its own name.
-pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) -> ExitCode {
+pub fn main_with(
+    args: impl IntoIterator<Item = OsString>,
+    loader: &'static dyn Loader,
+) -> ExitCode {
     let cli = match Cli::parse_checked(args) {
         Ok(cli) => cli,
         Err(error) => {
@@ -97,7 +100,7 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) 
     }
 }
 
-fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
+fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
     let surroundings = Surroundings::read();
     match &cli.command {
         // These look at servers, and load no model.
@@ -105,13 +108,18 @@ fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
             return watch::traces::run(args, cli.engine.model.as_deref(), &surroundings);
         }
         Command::Top(args) => return watch::top::run(args, &surroundings),
+        Command::Launch(args) => return serve::launch::run(args, &surroundings),
+        Command::Serve(args) if args.print_config => {
+            return write!(std::io::stdout(), "{}", args.effective).map_err(Failure::write);
+        }
         _ => {}
     }
     let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
     match &cli.command {
-        Command::Traces(_) | Command::Top(_) => Ok(()),
+        Command::Traces(_) | Command::Top(_) | Command::Launch(_) => Ok(()),
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
+        Command::Serve(args) => serve::run::run(loader, &request, args, &surroundings),
         Command::Inspect(args) => inspect::run(loader, &request, args),
         Command::Bench(args) => inspect::bench(loader, &request, args),
         Command::Profile(args) => inspect::profile(loader, &request, args),

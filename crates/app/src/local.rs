@@ -1,13 +1,15 @@
 //! The engine on this machine, behind the seam of [`crate::generate`].
 
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use engine::ngram::Ngram;
 use engine::{
-    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults, Session,
+    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults, ServiceOptions,
+    Session,
 };
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
@@ -19,7 +21,7 @@ use crate::device::{Chosen, choose};
 use crate::forecast;
 use crate::generate::{
     DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded,
-    Loader, ModelRef, Prefill, Progress, Round, Section, TextSource,
+    Loader, ModelRef, Prefill, Progress, Round, Section, ServeOptions, Serving, TextSource,
 };
 use crate::profile;
 use crate::text::gguf_vocab::GgufVocab;
@@ -49,8 +51,8 @@ impl Loader for Local {
             model: name_of(&request.model),
             draft: match engine.drafter() {
                 Drafter::DFlash => Some(draft_name(&request.draft)),
-                Drafter::Host(drafter) => Some(drafter.name().to_owned()),
                 Drafter::None => None,
+                drafter => Some(drafter.name().to_owned()),
             },
             device: engine.dev.info().name,
             floor_ms_per_round: floor,
@@ -62,6 +64,66 @@ impl Loader for Local {
                 engine,
                 end: Some(Finish::Cancelled),
             }),
+        })
+    }
+
+    fn serve(
+        &self,
+        request: &LoadRequest,
+        options: &ServeOptions,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> anyhow::Result<Serving> {
+        let sources = Sources::open(request)?;
+        let text = text_source(sources.target.tokenizer())?;
+        let (defaults, stop_tokens) = {
+            let generation = sources.target.generation();
+            (defaults(generation), generation.eos_token_ids.clone())
+        };
+        let (tell, told) = mpsc::channel();
+        let (for_engine, options) = (request.clone(), options.clone());
+        // The engine is built on a thread of its own, perhaps again after a failure; this one tells
+        // how far it is.
+        let builder = std::thread::spawn(move || {
+            let mut sources = Some(sources);
+            let build = move || {
+                let sources = sources.take().map_or_else(|| Sources::open(&for_engine), Ok)?;
+                let Chosen { dev, options: suits, .. } = choose(&for_engine, &sources)?;
+                let lanes = EngineOptions {
+                    slots: options.lanes,
+                    snapshots: options.checkpoints,
+                    ..suits
+                };
+                build(dev, lanes, &sources, &for_engine, &mut |progress| {
+                    // Nobody listens when it is built again.
+                    let news = (progress.phase.to_owned(), progress.done_bytes, progress.total_bytes);
+                    let _ = tell.send(news);
+                })
+            };
+            let how = ServiceOptions {
+                queue: options.queue,
+                exact_cache: options.exact_cache,
+                ..ServiceOptions::default()
+            };
+            engine::serve(build, how)
+        });
+        while !builder.is_finished() {
+            let news = told.recv_timeout(Duration::from_millis(50));
+            if let Ok((phase, done_bytes, total_bytes)) = news {
+                progress(Progress { phase: &phase, done_bytes, total_bytes });
+            }
+        }
+        let service = builder.join().unwrap_or_else(|_| anyhow::bail!("loading panicked"))?;
+        Ok(Serving {
+            service,
+            text,
+            model: name_of(&request.model),
+            draft: match &request.draft {
+                DraftRef::None => None,
+                DraftRef::Ngram => Some("ngram".to_owned()),
+                draft => Some(draft_name(draft)),
+            },
+            defaults,
+            stop_tokens,
         })
     }
 
@@ -183,7 +245,7 @@ pub fn build<D: Device>(
     };
     let drafter = match (&request.draft, &draft) {
         (_, Some(_)) => Drafter::DFlash,
-        (DraftRef::Ngram, None) => Drafter::Host(Box::new(Ngram::with_capacity(context))),
+        (DraftRef::Ngram, None) => Drafter::host(Box::new(Ngram::with_capacity(context))),
         _ => Drafter::None,
     };
     let adapt = !request.always_draft;

@@ -18,6 +18,9 @@ pub trait HostDrafter: Debug + Send {
 
     /// Writes up to `out.len()` proposals for the tokens after those seen, and returns how many.
     fn propose(&mut self, out: &mut [u32]) -> usize;
+
+    /// One of the same kind for another lane, which has seen nothing yet.
+    fn another(&self) -> Box<dyn HostDrafter>;
 }
 
 /// Where a round's proposals come from.
@@ -27,8 +30,8 @@ pub enum Drafter {
     None,
     /// The DFlash draft on the device.
     DFlash,
-    /// A drafter on the host.
-    Host(Box<dyn HostDrafter>),
+    /// Drafters on the host, one for each slot. An engine makes those that are missing.
+    Host(Vec<Box<dyn HostDrafter>>),
 }
 
 impl Drafter {
@@ -37,7 +40,26 @@ impl Drafter {
         match self {
             Drafter::None => "none",
             Drafter::DFlash => "dflash",
-            Drafter::Host(drafter) => drafter.name(),
+            Drafter::Host(drafters) => drafters.first().map_or("none", |drafter| drafter.name()),
+        }
+    }
+
+    /// A drafter on the host.
+    pub fn host(drafter: Box<dyn HostDrafter>) -> Drafter {
+        Drafter::Host(vec![drafter])
+    }
+
+    /// Enough of them for so many slots. A list without any proposes nothing.
+    pub(crate) fn for_slots(self, slots: usize) -> Drafter {
+        match self {
+            Drafter::Host(drafters) if drafters.is_empty() => Drafter::None,
+            Drafter::Host(mut drafters) => {
+                while drafters.len() < slots {
+                    drafters.push(drafters[0].another());
+                }
+                Drafter::Host(drafters)
+            }
+            other => other,
         }
     }
 }
@@ -58,5 +80,9 @@ impl HostDrafter for Ngram {
 
     fn propose(&mut self, out: &mut [u32]) -> usize {
         if Ngram::propose(self, out) { out.len() } else { 0 }
+    }
+
+    fn another(&self) -> Box<dyn HostDrafter> {
+        Box::new(Ngram::with_capacity(self.capacity()))
     }
 }

@@ -3,14 +3,16 @@
 use std::collections::BTreeMap;
 
 use model::{
-    Draft, DraftState, Lane, Scratch, ScratchShape, State, StateShape, Target, page_table,
+    Draft, DraftState, Lane, PageShape, Scratch, ScratchShape, State, StateShape, Target,
+    copy_page, page_bytes, page_table,
 };
 use ops::{
     Buf, Commit, Counted, Device, DeviceError, DryRun, KvPool, LaneStep, Lanes, PAGE_TOKENS, Weight,
 };
 
+use crate::buffers::RoundBuffers;
 use crate::drafter::Drafter;
-use crate::round::{Pipeline, Round, RoundBuffers};
+use crate::round::{Going, Masker, Pipeline, Round};
 use crate::sampler::{Bounds, Sampler, SamplingError};
 
 /// A request or a device that failed.
@@ -60,6 +62,11 @@ pub struct EngineOptions {
     pub context: usize,
     /// Lanes.
     pub slots: usize,
+    /// Pages of keys and values that exist, at least what one lane can fill; `None` for what all lanes
+    /// can fill. The prefix cache keeps more with more of them.
+    pub pages: Option<usize>,
+    /// States that can be kept besides those of the lanes: checkpoints of the prefix cache.
+    pub snapshots: usize,
     /// Rows of a prefill pass.
     pub chunk: usize,
     /// Rows of a verify pass when the drafter runs on the host.
@@ -77,6 +84,8 @@ impl Default for EngineOptions {
         EngineOptions {
             context: 4096,
             slots: 1,
+            pages: None,
+            snapshots: 0,
             chunk: 512,
             host_block: 8,
             ahead: false,
@@ -114,12 +123,14 @@ pub struct MemoryBytes {
     pub kv: u64,
     /// Recurrent cells of all lanes, with their histories and pending rows.
     pub state: u64,
+    /// Kept states of the prefix cache. Its pages are among `kv`.
+    pub snapshots: u64,
 }
 
 impl MemoryBytes {
     /// All of them.
     pub fn total(&self) -> u64 {
-        self.weights + self.draft + self.kv + self.state
+        self.weights + self.draft + self.kv + self.state + self.snapshots
     }
 }
 
@@ -136,6 +147,8 @@ pub struct Engine<D> {
     pub(crate) buffers: RoundBuffers,
     pub(crate) pipeline: Pipeline,
     pub(crate) step: Buf,
+    table: Buf,
+    pages: PageShape,
     options: EngineOptions,
     block: usize,
 }
@@ -158,8 +171,12 @@ impl<D: Device> Engine<D> {
         let slots = options.slots;
         let options = EngineOptions { chunk: options.chunk.max(PAGE_TOKENS), ..options };
         let act = dev.info().act;
-        let table = page_table(&mut dev, slots, max_pages)?;
-        let state = State::new(&mut dev, &StateShape::of(&target, slots, block, max_pages), table)?;
+        let mut pages = PageShape::full(slots, max_pages);
+        pages.pages = options.pages.unwrap_or(pages.pages).max(max_pages);
+        let drafter = drafter.for_slots(slots);
+        let table = page_table(&mut dev, &pages)?;
+        let shape = StateShape::of(&target, block, pages, options.snapshots);
+        let state = State::new(&mut dev, &shape, table)?;
         let taps = draft.as_ref().map(|d| d.taps.clone()).unwrap_or_default();
         let rows = options.chunk.max(slots * block);
         let shape = ScratchShape::of(&target, (rows, slots * block), taps, act);
@@ -167,9 +184,8 @@ impl<D: Device> Engine<D> {
         let draft = match draft {
             None => None,
             Some(draft) => {
-                let pages = (slots, max_pages);
-                let state =
-                    DraftState::new(&mut dev, &draft, &target, options.chunk, pages, table, act)?;
+                let chunk = options.chunk;
+                let state = DraftState::new(&mut dev, &draft, &target, chunk, &pages, table, act)?;
                 Some((draft, state))
             }
         };
@@ -184,8 +200,10 @@ impl<D: Device> Engine<D> {
             state,
             scratch,
             buffers,
-            pipeline: Pipeline::default(),
+            pipeline: Pipeline::new(slots, block),
             step,
+            table,
+            pages,
             options,
             block,
         })
@@ -210,7 +228,7 @@ impl<D: Device> Engine<D> {
     /// be left out and taken up again, but not added to an engine that was built without one.
     pub fn set_drafter(&mut self, drafter: Drafter) -> Drafter {
         self.pipeline.forget();
-        std::mem::replace(&mut self.drafter, drafter)
+        std::mem::replace(&mut self.drafter, drafter.for_slots(self.options.slots))
     }
 
     /// Where proposals come from.
@@ -242,9 +260,9 @@ impl<D: Device> Engine<D> {
             model::draft_context(&mut dry, draft, state, s.features, lanes);
             model::draft_block(&mut dry, draft, target, state, lanes);
             dry.run(&self.buffers.top_k(state, target, lanes));
-            dry.run(&self.buffers.propose(draft, state, target, s.ids, lanes));
+            dry.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
         }
-        dry.run(&self.buffers.accept(target, s.ids, None, s.logits, lanes));
+        dry.run(&self.buffers.accept(target, s.ids, None, s.logits, false, lanes));
         dry.ops
     }
 
@@ -263,6 +281,11 @@ impl<D: Device> Engine<D> {
             draft: sum(&mut drafts().flat_map(|(d, _)| bufs(d.pass_weights())).chain(codebooks)),
             kv: sum(&mut pools.flat_map(|kv| [kv.keys, kv.values])),
             state: sum(&mut cells.flat_map(|c| [c.history, c.state, c.pending])),
+            snapshots: sum(&mut self
+                .state
+                .cells
+                .iter()
+                .flat_map(|c| [c.saved_state, c.saved_history])),
         }
     }
 
@@ -284,9 +307,9 @@ impl<D: Device> Engine<D> {
                 model::draft_context(dev, draft, state, s.features, lanes);
                 model::draft_block(dev, draft, target, state, lanes);
                 dev.run(&self.buffers.top_k(state, target, lanes));
-                dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes));
+                dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
             }
-            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, lanes));
+            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, false, lanes));
         }
     }
 
@@ -300,21 +323,97 @@ impl<D: Device> Engine<D> {
 
     /// Refuses a prompt that can't be answered.
     pub fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
-        let (tokens, context) = (prompt.len(), self.context());
-        if tokens >= context {
-            return Err(EngineError::PromptTooLong { tokens, context });
+        check_prompt(prompt, self.context(), self.target.vocab)
+    }
+
+    /// Rows of a prefill pass.
+    pub fn chunk(&self) -> usize {
+        self.options.chunk
+    }
+
+    /// States that can be kept.
+    pub fn snapshots(&self) -> usize {
+        self.options.snapshots
+    }
+
+    /// The lanes and pages that exist.
+    pub fn page_shape(&self) -> &PageShape {
+        &self.pages
+    }
+
+    /// Bytes of one page in all pools, the draft's included.
+    pub fn page_bytes(&self) -> usize {
+        self.pools().map(|pool| 2 * page_bytes(pool)).sum()
+    }
+
+    /// Bytes of one kept state.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.state.snapshot_bytes()
+    }
+
+    fn pools(&self) -> impl Iterator<Item = &KvPool> {
+        self.state.kv.iter().chain(self.draft.iter().flat_map(|(_, draft)| &draft.kv))
+    }
+
+    /// Gives a slot its pages, in order of position.
+    pub(crate) fn set_pages(&mut self, slot: u32, pages: &[u32]) {
+        let row = self.table.rows(slot as usize, 1, 4 * self.pages.max_pages);
+        self.dev.write(row, bytemuck::cast_slice(pages));
+    }
+
+    /// Copies one page onto another, in all pools.
+    pub(crate) fn copy_page(&mut self, from: u32, to: u32) {
+        let draft_pools = self.draft.iter().flat_map(|(_, draft)| &draft.kv);
+        copy_page(&mut self.dev, self.state.kv.iter().chain(draft_pools), from, to);
+    }
+
+    /// Keeps what a lane remembers besides its pages. Rows that are pending are taken up first, which
+    /// changes nothing for the lane but when that happens.
+    pub(crate) fn save(&mut self, lane: &mut Lane, snapshot: u32) -> Result<(), EngineError> {
+        if lane.pending > 0 {
+            crate::round::park(self)?;
+            self.pipeline.forget();
+            self.dev.write(self.step, bytemuck::bytes_of(&lane.step(0, 0)));
+            let lanes = self.lanes(1);
+            model::take_up(&mut self.dev, &self.target, &self.state, &self.scratch, lanes);
+            lane.take_up();
         }
-        let vocab = self.target.vocab;
-        match prompt.iter().find(|&&id| id as usize >= vocab) {
-            Some(&id) => Err(EngineError::UnknownToken { id, vocab }),
-            None if prompt.is_empty() => Err(EngineError::EmptyPrompt),
-            None => Ok(()),
+        self.state.save(&mut self.dev, lane, snapshot as usize);
+        Ok(self.dev.sync()?)
+    }
+
+    /// Makes a slot go on from a kept state at position `pos`.
+    pub(crate) fn restore(
+        &mut self,
+        snapshot: u32,
+        slot: u32,
+        pos: u32,
+    ) -> Result<Lane, EngineError> {
+        let lane = self.state.restore(&mut self.dev, snapshot as usize, slot, pos);
+        self.dev.sync()?;
+        Ok(lane)
+    }
+
+    /// Whether the device still computes, after something failed: writes something and reads it back.
+    pub(crate) fn probe(&mut self) -> Result<(), EngineError> {
+        self.pipeline.reset();
+        let steps = [LaneStep { pos: 7, ..LaneStep::default() }, LaneStep::default()];
+        for step in steps {
+            let mut back = LaneStep::default();
+            self.dev.write(self.step, bytemuck::bytes_of(&step));
+            self.dev.read(self.step, bytemuck::bytes_of_mut(&mut back));
+            self.dev.sync()?;
+            if back != step {
+                let why = "wrote one thing and read another".to_owned();
+                return Err(DeviceError::Op { op: "probe", why }.into());
+            }
         }
+        Ok(())
     }
 
     /// Empties a slot.
     pub fn clear(&mut self, slot: u32) {
-        self.state.clear(&mut self.dev, slot as usize, self.options.slots);
+        self.state.clear(&mut self.dev, slot as usize);
     }
 
     /// Rows of a lane's next prefill pass when `waiting` tokens wait. Passes end on the absolute page
@@ -356,8 +455,8 @@ impl<D: Device> Engine<D> {
     /// Prepares a slot for an answer: sampling options, what ends it, and the history that penalties
     /// count.
     pub fn start(&mut self, slot: u32, prompt: &[u32], sampler: &Sampler, bounds: &Bounds<'_>) {
-        if let Drafter::Host(drafter) = &mut self.drafter {
-            drafter.reset(prompt);
+        if let Drafter::Host(drafters) = &mut self.drafter {
+            drafters[slot as usize].reset(prompt);
         }
         self.buffers.start(&mut self.dev, slot, prompt, sampler, bounds);
     }
@@ -377,17 +476,15 @@ impl<D: Device> Engine<D> {
         self.pipeline.in_flight(slot)
     }
 
-    /// Submits rounds of a lane whose last token, not yet in the cache, is `anchor`, until `depth` are
-    /// in flight. After the first, the device goes on from where the round before left the lane, and
-    /// does as that round did; the first drafts if `draft` says so and there is a drafter.
+    /// Submits rounds of these lanes until `depth` are in flight. After the first, the device goes on
+    /// from where the round before left the lanes, and does as that round did.
     pub fn submit(
         &mut self,
-        lane: &Lane,
-        anchor: u32,
+        going: &[Going],
         depth: usize,
-        draft: bool,
+        masker: &mut dyn Masker,
     ) -> Result<(), EngineError> {
-        crate::round::submit_until(self, lane, anchor, depth, draft)
+        crate::round::submit_until(self, going, depth, masker)
     }
 
     /// Waits for a lane's oldest round in flight, and moves the lane as the device did.
@@ -404,5 +501,22 @@ impl<D: Device> Engine<D> {
             self.pipeline.forget();
         }
         Ok(())
+    }
+}
+
+/// Refuses a prompt that can't be answered within a context, with ids below `vocab`.
+pub(crate) fn check_prompt(
+    prompt: &[u32],
+    context: usize,
+    vocab: usize,
+) -> Result<(), EngineError> {
+    let tokens = prompt.len();
+    if tokens >= context {
+        return Err(EngineError::PromptTooLong { tokens, context });
+    }
+    match prompt.iter().find(|&&id| id as usize >= vocab) {
+        Some(&id) => Err(EngineError::UnknownToken { id, vocab }),
+        None if prompt.is_empty() => Err(EngineError::EmptyPrompt),
+        None => Ok(()),
     }
 }

@@ -38,6 +38,11 @@ impl Ngram {
         self.tables.iter_mut().for_each(|table| table.slots.fill(0));
     }
 
+    /// Tokens that there is room for.
+    pub fn capacity(&self) -> usize {
+        self.tokens.capacity()
+    }
+
     /// The text so far.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens

@@ -56,17 +56,17 @@ impl Pace {
         self.drafting != (self.in_try > 0)
     }
 
-    /// Takes note of a round that took `seconds` and emitted `tokens`.
-    pub(crate) fn took(&mut self, drafted: bool, seconds: f64, tokens: usize) {
+    /// Takes note of a round that took `seconds` and emitted `tokens`, the mean of its lanes.
+    pub(crate) fn took(&mut self, drafted: bool, seconds: f64, tokens: f64) {
         if drafted {
             self.drafted.add(seconds);
-            self.tokens.add(tokens as f64);
+            self.tokens.add(tokens);
         } else {
             self.plain.add(seconds);
         }
         let learning = self.plain.samples.min(self.drafted.samples) < TRY;
         if self.in_try > 0 {
-            let rate = if drafted { tokens as f64 } else { 1.0 } / seconds;
+            let rate = if drafted { tokens } else { 1.0 } / seconds;
             // Another round only if this one was better, or nothing is known yet.
             let go_on = learning || rate > self.rate(self.drafting);
             self.in_try = if go_on { self.in_try - 1 } else { 0 };
@@ -133,7 +133,7 @@ mod tests {
         for round in 0..rounds {
             let drafting = pace.drafts();
             let (took, count) = if drafting { (drafted, tokens(round)) } else { (plain, 1) };
-            pace.took(drafting, took, count);
+            pace.took(drafting, took, count as f64);
             seconds += took;
             emitted += count;
             drafts += usize::from(drafting);
@@ -169,7 +169,7 @@ mod tests {
     fn a_disturbed_round_changes_nothing_for_long() {
         let mut pace = Pace::default();
         run(&mut pace, 200, 1.0, 1.5, &|_| 3);
-        pace.took(pace.drafts(), 40.0, 3);
+        pace.took(pace.drafts(), 40.0, 3.0);
         let (_, share) = run(&mut pace, 400, 1.0, 1.5, &|_| 3);
         assert!(share > 0.7, "{share}");
     }

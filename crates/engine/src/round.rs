@@ -1,24 +1,58 @@
-//! One round: propose, verify, accept, commit.
+//! One round of one lane or several: propose, verify, accept, commit.
+//!
+//! All rows go through one pass. Lanes that draft come first, a block of rows each, so that the draft
+//! runs over the first part of the same rows; the others follow with one row each. Which lanes take
+//! part, in which order and with how many rows, stays as it is while rounds are in flight.
 
 use std::collections::VecDeque;
 
-use model::{Draft, DraftState, Lane, Target};
-use ops::accept::{Accept, LogitRows};
-use ops::propose::{Propose, Selector};
-use ops::{
-    Buf, Commit, Device, DeviceError, LaneResult, LaneStep, Lanes, LogitBias, Proposals,
-    SamplerParams, TopK, count_tokens,
-};
+use model::Lane;
+use ops::accept::Accept;
+use ops::{Buf, Commit, Device, LaneResult, LaneStep, Lanes};
 
+use crate::buffers::RoundBuffers;
 use crate::drafter::Drafter;
 use crate::engine::{Engine, EngineError};
-use crate::sampler::{Bounds, MAX_LOGIT_BIASES, Sampler};
 
-/// Candidates of a draft without a selector.
-const CANDIDATES: usize = 16;
-
-/// What one round emitted.
+/// A lane that takes part in rounds.
 #[derive(Clone, Copy, Debug)]
+pub struct Going {
+    /// Where it stands.
+    pub lane: Lane,
+    /// Its last token, not yet in the cache.
+    pub anchor: u32,
+    /// Whether it drafts, if there is a drafter.
+    pub draft: bool,
+    /// Likeliest tokens to report beside each emitted one, with log-probabilities; `None` for neither.
+    pub logprobs: Option<usize>,
+    /// Whether [`Masker`] says which tokens may come.
+    pub masked: bool,
+}
+
+impl Going {
+    /// A lane without further wishes.
+    pub fn new(lane: Lane, anchor: u32, draft: bool) -> Going {
+        Going { lane, anchor, draft, logprobs: None, masked: false }
+    }
+}
+
+/// Says which tokens may come, for lanes that are [`Going::masked`].
+pub trait Masker {
+    /// Fills `masks`, `[proposals.len() + 1][words]`, all bits set before: see
+    /// [`Constraint::masks`](crate::service::Constraint::masks).
+    fn masks(&mut self, slot: u32, proposals: &[u32], masks: &mut [u32]);
+}
+
+/// For lanes that are not.
+#[derive(Debug)]
+pub(crate) struct Unmasked;
+
+impl Masker for Unmasked {
+    fn masks(&mut self, _: u32, _: &[u32], _: &mut [u32]) {}
+}
+
+/// What one round emitted for one lane.
+#[derive(Clone, Debug)]
 pub struct Round {
     tokens: [u32; Accept::MAX_ROWS],
     count: usize,
@@ -29,6 +63,8 @@ pub struct Round {
     /// The device ended the lane behind these tokens: a stop token, or no room for more. Rounds after
     /// that emit nothing.
     pub ended: bool,
+    /// For each token its log-probability and the likeliest tokens of its row with theirs, if asked for.
+    pub logprobs: Vec<(f32, Vec<(u32, f32)>)>,
 }
 
 impl Round {
@@ -36,326 +72,337 @@ impl Round {
     pub fn tokens(&self) -> &[u32] {
         &self.tokens[..self.count]
     }
+
+    pub(crate) fn of(result: &LaneResult<'_>) -> Round {
+        let mut tokens = [0; Accept::MAX_ROWS];
+        tokens[..result.tokens.len()].copy_from_slice(result.tokens);
+        Round {
+            tokens,
+            count: result.tokens.len(),
+            proposed: result.proposed,
+            degenerate: result.flags & LaneResult::DEGENERATE != 0,
+            ended: result.flags & (LaneResult::STOPPED | LaneResult::LIMIT) != 0,
+            logprobs: Vec::new(),
+        }
+    }
 }
 
-/// Rounds enqueued and not read yet, and what the device will hold when they are done.
+/// A lane's place in the rounds on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) slot: u32,
+    pub(crate) row0: u32,
+    pub(crate) rows: u32,
+    pub(crate) logprobs: Option<usize>,
+    pub(crate) masked: bool,
+}
+
+/// Rounds enqueued and not read yet, and what the device holds when they are done.
 #[derive(Debug, Default)]
 pub(crate) struct Pipeline {
-    /// Rounds on the device, all of one lane and of the same rows.
+    /// The lanes of the rounds on the device, in the order of their rows.
+    places: Vec<Place>,
+    /// How many of them draft on the device: the first.
+    drafted: usize,
     in_flight: usize,
-    rows: usize,
-    slot: u32,
-    /// Rounds of other lanes, read before their session asked.
-    early: VecDeque<(u32, Round)>,
-    /// The step and the anchor that lie on the device, if that is known and nothing is in flight.
-    resident: Option<(LaneStep, u32)>,
+    /// What was read and not handed over yet.
+    read: VecDeque<(u32, Round)>,
+    /// Where nothing is in flight and this is set, the steps and anchors that lie on the device.
+    resident: bool,
+    steps: Vec<LaneStep>,
+    anchors: Vec<u32>,
+    /// Rows of the draft's ids that are masks but for their blocks' anchors.
+    clean: usize,
+    /// Reused by [`begin`].
+    spare: (Vec<Place>, Vec<LaneStep>),
+    ids: Vec<u32>,
 }
 
 impl Pipeline {
-    /// The device's step or anchor were written over.
+    pub(crate) fn new(slots: usize, block: usize) -> Pipeline {
+        Pipeline {
+            places: Vec::with_capacity(slots),
+            read: VecDeque::with_capacity(4 * slots),
+            steps: Vec::with_capacity(slots),
+            anchors: Vec::with_capacity(slots),
+            spare: (Vec::with_capacity(slots), Vec::with_capacity(slots)),
+            ids: Vec::with_capacity(slots * block),
+            clean: slots * block,
+            ..Pipeline::default()
+        }
+    }
+
+    /// The device's steps or anchors were written over.
     pub(crate) fn forget(&mut self) {
-        self.resident = None;
+        self.resident = false;
+    }
+
+    /// Nothing that was enqueued or read counts any more.
+    pub(crate) fn reset(&mut self) {
+        (self.in_flight, self.resident) = (0, false);
+        self.read.clear();
+    }
+
+    /// The slots of the rounds on the device.
+    pub(crate) fn flight(&self) -> impl Iterator<Item = u32> + '_ {
+        let places = if self.in_flight > 0 { self.places.as_slice() } else { &[] };
+        places.iter().map(|place| place.slot)
     }
 
     /// Rounds of a slot that were not handed over.
     pub(crate) fn in_flight(&self, slot: u32) -> usize {
-        let early = self.early.iter().filter(|(of, _)| *of == slot).count();
-        early + self.on_device(slot)
+        let read = self.read.iter().filter(|(of, _)| *of == slot).count();
+        read + self.on_device(slot)
     }
 
     fn on_device(&self, slot: u32) -> usize {
-        if slot == self.slot { self.in_flight } else { 0 }
+        if self.places.iter().any(|place| place.slot == slot) { self.in_flight } else { 0 }
+    }
+
+    fn rows(&self) -> usize {
+        self.places.last().map_or(0, |place| (place.row0 + place.rows) as usize)
+    }
+
+    fn lanes(&self, step: Buf) -> Lanes {
+        let count = self.places.len();
+        let max_rows = self.places.iter().map(|place| place.rows as usize).max().unwrap_or(1);
+        let step = step.slice(0, count * size_of::<LaneStep>());
+        Lanes { step, count, rows: self.rows(), max_rows }
+    }
+
+    fn masked(&self) -> bool {
+        self.places.iter().any(|place| place.masked)
+    }
+
+    /// Names the sequence of ops of a round with these places.
+    fn key(&self, part: u64) -> u64 {
+        let lanes = self.lanes(Buf { alloc: 0, offset: 0, bytes: usize::MAX });
+        let likeliest = self.places.iter().any(|place| place.logprobs.is_some());
+        let words = [lanes.rows as u64, lanes.max_rows as u64, self.drafted as u64];
+        let shape = words.iter().fold(lanes.count as u64, |key, word| key << 13 | word);
+        shape << 4 | u64::from(self.masked()) << 3 | u64::from(likeliest) << 2 | part
     }
 }
 
-/// Enqueues one round of a lane. Plain decoding is the same with nothing proposed: one row.
+/// Whether these lanes, in any order, are those of the rounds in flight.
+pub(crate) fn is_in_flight<D: Device>(e: &Engine<D>, going: &[Going]) -> bool {
+    let p = &e.pipeline;
+    p.in_flight > 0
+        && p.places.len() == going.len()
+        && going.iter().all(|g| p.places.iter().any(|place| place.slot == g.lane.slot))
+}
+
+/// Enqueues one round. Plain decoding is the same with nothing proposed: one row.
 ///
-/// The device moves the lane itself, so a round may follow another whose result was not read: then
-/// `lane` and `anchor` are not looked at. The host writes only where a lane begins or was moved by hand,
-/// and the proposals of a drafter of its own.
+/// The device moves the lanes itself, so a round may follow another whose result was not read: then
+/// `going` is not looked at. The host writes only where lanes begin, join, leave, or were moved by hand,
+/// and the proposals of drafters of its own.
 fn submit<D: Device>(
     e: &mut Engine<D>,
-    lane: &Lane,
-    anchor: u32,
-    draft: bool,
+    going: &[Going],
+    masker: &mut dyn Masker,
 ) -> Result<(), EngineError> {
-    if e.pipeline.on_device(lane.slot) == 0 {
-        park(e)?;
-        begin(e, lane, anchor, draft);
+    if e.pipeline.in_flight == 0 {
+        begin(e, going);
     }
-    let rows = e.pipeline.rows;
-    let lanes = e.lanes(rows);
+    let p = &e.pipeline;
+    let (lanes, masked, drafted) = (p.lanes(e.step), p.masked(), p.drafted);
+    let likeliest = p.places.iter().any(|place| place.logprobs.is_some());
+    let keys = [p.key(0), p.key(1)];
+    // On a drafter's proposals the rows of a batch take any number: too many shapes to record.
+    let record = lanes.count == 1 || !matches!(e.drafter, Drafter::Host(_));
     let Engine { dev, target, draft, drafter, state, scratch, buffers, .. } = e;
     let draft = draft.as_ref().filter(|_| matches!(drafter, Drafter::DFlash));
-    let key = (rows as u64) << 1 | u64::from(draft.is_some());
-
-    dev.replay(key, &mut |dev| {
-        if let Some((draft, draft_state)) = draft.filter(|_| rows > 1) {
-            model::draft_block(dev, draft, target, draft_state, lanes);
-            dev.run(&buffers.top_k(draft_state, target, lanes));
-            dev.run(&buffers.propose(draft, draft_state, target, scratch.ids, lanes));
+    let draft_ids = draft.map(|(_, draft_state)| draft_state.ids);
+    let end = |dev: &mut dyn Device, buffers: &RoundBuffers| {
+        dev.run(&buffers.accept(target, scratch.ids, draft_ids, scratch.logits, masked, lanes));
+        if likeliest {
+            dev.run(&buffers.likeliest(target, scratch.logits, lanes));
         }
-        model::forward(dev, target, state, scratch, lanes, Commit::Deferred, 0..rows);
+        dev.publish(buffers.results(lanes));
+        if likeliest {
+            dev.publish(buffers.likeliest_results(lanes.rows));
+        }
+    };
+    let mut body = |dev: &mut dyn Device| {
+        if let Some((draft, draft_state)) = draft.filter(|_| drafted > 0) {
+            let drafting = first(lanes, drafted, draft.block);
+            model::draft_block(dev, draft, target, draft_state, drafting);
+            dev.run(&buffers.top_k(draft_state, target, drafting));
+            dev.run(&buffers.propose(draft, draft_state, target, scratch.ids, lanes, drafting));
+        }
+        if masked && lanes.max_rows > 1 {
+            dev.publish(scratch.ids.slice(0, 4 * lanes.rows));
+        }
+        model::forward(dev, target, state, scratch, lanes, Commit::Deferred, 0..lanes.rows);
         if let Some((draft, draft_state)) = draft {
             model::draft_context(dev, draft, draft_state, scratch.features, lanes);
         }
-        let draft_ids = draft.map(|(_, draft_state)| draft_state.ids);
-        dev.run(&buffers.accept(target, scratch.ids, draft_ids, scratch.logits, lanes));
-        dev.publish(buffers.results(lanes));
-    });
+        if !masked {
+            end(dev, buffers);
+        }
+    };
+    if record {
+        dev.replay(keys[0], &mut body)
+    } else {
+        body(dev)
+    }
+    if masked {
+        // While the device verifies, the host finds what the proposals allow.
+        if lanes.max_rows > 1 {
+            e.pipeline.ids.resize(lanes.rows, 0);
+            dev.receive(bytemuck::cast_slice_mut(&mut e.pipeline.ids))?;
+        } else {
+            e.pipeline.ids.clear();
+        }
+        buffers.write_masks(dev, &e.pipeline.places, &e.pipeline.ids, masker);
+        let mut body = |dev: &mut dyn Device| end(dev, buffers);
+        if record { dev.replay(keys[1], &mut body) } else { body(dev) }
+    }
     e.pipeline.in_flight += 1;
     Ok(())
 }
 
-/// Submits rounds of a lane until `depth` are in flight.
+/// The first `count` lanes of a pass, which have `rows` rows each.
+fn first(lanes: Lanes, count: usize, rows: usize) -> Lanes {
+    let step = lanes.step.slice(0, count * size_of::<LaneStep>());
+    Lanes { step, count, rows: count * rows, max_rows: rows }
+}
+
+/// Submits rounds of these lanes until `depth` are in flight.
 pub(crate) fn submit_until<D: Device>(
     e: &mut Engine<D>,
-    lane: &Lane,
-    anchor: u32,
+    going: &[Going],
     depth: usize,
-    draft: bool,
+    masker: &mut dyn Masker,
 ) -> Result<(), EngineError> {
-    // With a parked round, `lane` is not where the device left it: that round comes first.
-    let parked = e.pipeline.in_flight(lane.slot) > e.pipeline.on_device(lane.slot);
-    while !parked && e.pipeline.on_device(lane.slot) < depth {
-        submit(e, lane, anchor, draft)?;
+    // A lane with a round that was read but not handed over is not where the device left it: that
+    // round comes first.
+    if going.iter().any(|g| e.pipeline.read.iter().any(|(slot, _)| *slot == g.lane.slot)) {
+        return Ok(());
+    }
+    if !is_in_flight(e, going) {
+        park(e)?;
+    }
+    while e.pipeline.in_flight < depth {
+        submit(e, going, masker)?;
     }
     Ok(())
 }
 
-/// Reads the rounds in flight, so that another lane can have the step and the ids on the device.
+/// Reads the rounds in flight, so that other lanes can have the steps and the ids on the device.
 pub(crate) fn park<D: Device>(e: &mut Engine<D>) -> Result<(), EngineError> {
     while e.pipeline.in_flight > 0 {
-        let (slot, round) = (e.pipeline.slot, take(e)?);
-        e.pipeline.early.push_back((slot, round));
+        take(e)?;
     }
     Ok(())
 }
 
 /// Hands over a lane's oldest round and moves the host's account of the lane.
 pub(crate) fn receive<D: Device>(e: &mut Engine<D>, lane: &mut Lane) -> Result<Round, EngineError> {
-    let early = e.pipeline.early.iter().position(|(slot, _)| *slot == lane.slot);
-    let round = match early.and_then(|at| e.pipeline.early.remove(at)) {
-        Some((_, round)) => round,
-        None => take(e)?,
-    };
-    lane.commit(round.count as u32);
-    let last = e.pipeline.on_device(lane.slot) == 0 && early.is_none();
-    if let Some(&anchor) = round.tokens().last().filter(|_| last) {
-        let rows = if round.ended { 0 } else { e.pipeline.rows as u32 };
-        e.pipeline.resident = Some((lane.step(0, rows), anchor));
+    let of_lane = |(slot, _): &(u32, Round)| *slot == lane.slot;
+    if !e.pipeline.read.iter().any(of_lane) {
+        take(e)?;
     }
-    if let Drafter::Host(drafter) = &mut e.drafter {
-        drafter.extend(round.tokens());
+    let at = e.pipeline.read.iter().position(of_lane);
+    let round = at.and_then(|at| e.pipeline.read.remove(at)).map(|(_, round)| round);
+    let round = round.unwrap_or_else(|| panic!("slot {} has no round in flight", lane.slot));
+    lane.commit(round.count as u32);
+    if let Drafter::Host(drafters) = &mut e.drafter {
+        drafters[lane.slot as usize].extend(round.tokens());
     }
     Ok(round)
 }
 
 /// Waits for the oldest round on the device.
-fn take<D: Device>(e: &mut Engine<D>) -> Result<Round, EngineError> {
-    let lanes = e.lanes(e.pipeline.rows);
-    let round = e.buffers.receive(&mut e.dev, lanes);
-    // After a failure, nothing that was enqueued counts any more.
-    let left = if round.is_ok() { e.pipeline.in_flight.saturating_sub(1) } else { 0 };
-    e.pipeline.in_flight = left;
-    Ok(round?)
+fn take<D: Device>(e: &mut Engine<D>) -> Result<(), EngineError> {
+    let Engine { dev, buffers, pipeline: p, step, .. } = e;
+    let outcome = buffers.receive(dev, p.lanes(*step), &p.places);
+    if let Err(error) = outcome {
+        // After a failure, nothing that was enqueued counts any more.
+        p.in_flight = 0;
+        return Err(error.into());
+    }
+    p.in_flight -= 1;
+    for i in 0..p.places.len() {
+        let (place, round) = (p.places[i], buffers.round(i, &p.places));
+        let step = &mut p.steps[i];
+        (step.pos, step.pending) = (step.pos + round.count as u32, round.count as u32);
+        step.parity ^= 1;
+        if round.ended {
+            step.rows = 0;
+        }
+        if let Some(&anchor) = round.tokens().last() {
+            p.anchors[i] = anchor;
+        }
+        p.read.push_back((place.slot, round));
+    }
+    p.resident = p.in_flight == 0;
+    Ok(())
 }
 
-/// Makes the device hold the lane's step, the anchor, and what a drafter on the host proposes.
-fn begin<D: Device>(e: &mut Engine<D>, lane: &Lane, anchor: u32, draft: bool) {
-    let mut ids = [anchor; Accept::MAX_ROWS];
+/// Makes the device hold the lanes' steps, their anchors, and what drafters on the host propose.
+fn begin<D: Device>(e: &mut Engine<D>, going: &[Going]) {
     let block = e.block();
-    let rows = match &mut e.drafter {
-        Drafter::None => 1,
-        _ if !draft => 1,
-        Drafter::DFlash => block,
-        Drafter::Host(drafter) => {
-            let count = drafter.propose(&mut ids[1..block]);
-            // A drafter may propose anything; what isn't a token of the model ends the block.
-            let vocab = e.target.vocab as u32;
-            1 + ids[1..=count].iter().take_while(|&&id| id < vocab).count()
+    let vocab = e.target.vocab as u32;
+    let Engine { dev, drafter, draft, pipeline: p, scratch, step, .. } = e;
+    let (mut places, mut steps) = std::mem::take(&mut p.spare);
+    places.clear();
+    steps.clear();
+    p.ids.clear();
+    let mut written = 0;
+    p.drafted = 0;
+    let proposes = !matches!(drafter, Drafter::None);
+    let drafts = |g: &Going| g.draft && proposes;
+    let ordered = going.iter().filter(|g| drafts(g)).chain(going.iter().filter(|g| !drafts(g)));
+    for (i, g) in ordered.enumerate() {
+        let row0 = p.ids.len();
+        p.ids.push(g.anchor);
+        match drafter {
+            Drafter::DFlash if g.draft => {
+                p.drafted += 1;
+                p.ids.resize(row0 + block, 0);
+            }
+            Drafter::Host(drafters) if g.draft => {
+                p.ids.resize(row0 + block, 0);
+                let count = drafters[g.lane.slot as usize].propose(&mut p.ids[row0 + 1..]);
+                let proposed = &p.ids[row0 + 1..][..count];
+                // A drafter may propose anything; what isn't a token of the model ends the block.
+                let count = proposed.iter().take_while(|&&id| id < vocab).count();
+                p.ids.truncate(row0 + 1 + count);
+                written = p.ids.len();
+            }
+            _ => {}
         }
-    };
-    let step = lane.step(0, rows as u32);
-    let resident = e.pipeline.resident.take();
-    (e.pipeline.rows, e.pipeline.slot) = (rows, lane.slot);
-    if resident.is_none_or(|(on_device, _)| on_device != step) {
-        e.dev.write(e.step, bytemuck::bytes_of(&step));
+        let (row0, rows) = (row0 as u32, (p.ids.len() - row0) as u32);
+        let Going { logprobs, masked, .. } = *g;
+        places.push(Place { slot: g.lane.slot, row0, rows, logprobs, masked });
+        steps.push(g.lane.step(row0, rows));
+        let known = p.resident
+            && p.places.get(i).is_some_and(|was| was.row0 == row0)
+            && p.anchors.get(i) == Some(&g.anchor);
+        if !known {
+            written = p.ids.len();
+        }
     }
-    let known = resident.is_some_and(|(_, on_device)| on_device == anchor);
-    let written = if matches!(e.drafter, Drafter::Host(_)) { rows } else { usize::from(!known) };
+    if !p.resident || p.steps != steps {
+        dev.write(*step, bytemuck::cast_slice(&steps));
+    }
     if written > 0 {
-        e.dev.write(e.scratch.ids, bytemuck::cast_slice(&ids[..written]));
+        dev.write(scratch.ids, bytemuck::cast_slice(&p.ids[..written]));
     }
-    if let Some((_, draft)) = e.draft.as_ref().filter(|_| !known) {
-        e.dev.write(draft.ids, bytemuck::bytes_of(&anchor));
+    p.anchors.clear();
+    p.anchors.extend(places.iter().map(|place| p.ids[place.row0 as usize]));
+    // `accept` leaves anchors in the draft's ids too: where several lanes have rows, they may lie
+    // where a later block has its masks.
+    let blocks = p.drafted * block;
+    if let Some((draft, state)) = draft.as_ref().filter(|_| written > 0 || blocks > p.clean) {
+        p.ids.fill(draft.mask_id);
+        places.iter().zip(&p.anchors).for_each(|(place, a)| p.ids[place.row0 as usize] = *a);
+        dev.write(state.ids, bytemuck::cast_slice(&p.ids));
     }
-}
-
-/// Buffers of proposing and accepting, and each slot's sampling state.
-#[derive(Debug)]
-pub(crate) struct RoundBuffers {
-    candidates: Buf,
-    values: Buf,
-    top_k_scratch: Buf,
-    proposals: Proposals,
-    params: Buf,
-    counts: Buf,
-    biases: Buf,
-    results: Buf,
-    accept_scratch: Buf,
-    /// Where `results` is read to.
-    read: Vec<u32>,
-    /// Reused by [`RoundBuffers::start`].
-    count_row: Vec<u32>,
-}
-
-impl RoundBuffers {
-    pub(crate) fn new(
-        dev: &mut dyn Device,
-        target: &Target,
-        draft: Option<&Draft>,
-        slots: usize,
-        block: usize,
-    ) -> Result<RoundBuffers, DeviceError> {
-        let k = draft
-            .and_then(|d| d.selector.as_ref())
-            .map_or(CANDIDATES, |s| s.candidates)
-            .min(target.vocab);
-        let (rows, vocab) = (slots * block, target.vocab);
-        let results = Accept::results_bytes(slots, block);
-        let proposals = dev.alloc(Proposals::bytes(slots, block, k), "proposals")?;
-        Ok(RoundBuffers {
-            candidates: dev.alloc(4 * rows * k, "candidates")?,
-            values: dev.alloc(4 * rows * k, "candidates")?,
-            top_k_scratch: dev.alloc(TopK::scratch_bytes(rows, vocab, k), "candidate search")?,
-            proposals: Proposals { buf: proposals, k },
-            params: dev.alloc(slots * size_of::<SamplerParams>(), "sampling parameters")?,
-            counts: dev.alloc(4 * slots * vocab, "token counts")?,
-            biases: dev.alloc(slots * MAX_LOGIT_BIASES * size_of::<LogitBias>(), "logit biases")?,
-            results: dev.alloc(results, "results")?,
-            accept_scratch: dev.alloc(Accept::scratch_bytes(rows, vocab), "acceptance")?,
-            read: vec![0; results / 4],
-            count_row: vec![0; vocab],
-        })
+    if places.len() > 1 || blocks > p.clean {
+        p.clean = blocks;
     }
-
-    /// Prepares a slot for an answer.
-    pub(crate) fn start(
-        &mut self,
-        dev: &mut dyn Device,
-        slot: u32,
-        prompt: &[u32],
-        sampler: &Sampler,
-        bounds: &Bounds<'_>,
-    ) {
-        let slot = slot as usize;
-        let params = self.params.rows(slot, 1, size_of::<SamplerParams>());
-        dev.write(params, bytemuck::bytes_of(&sampler.params(bounds)));
-        let biases = self.biases.rows(slot, 1, MAX_LOGIT_BIASES * size_of::<LogitBias>());
-        dev.write(biases, bytemuck::cast_slice(&sampler.logit_bias));
-        self.count_row.fill(0);
-        count_tokens(&mut self.count_row, prompt, &[]);
-        let counts = self.counts.rows(slot, 1, 4 * self.count_row.len());
-        dev.write(counts, bytemuck::cast_slice(&self.count_row));
-        dev.zero(self.proposals.buf);
-    }
-
-    pub(crate) fn top_k(&self, s: &DraftState, target: &Target, lanes: Lanes) -> TopK {
-        let (stride, valid) = (target.lm_head.n, target.vocab);
-        let first = draft_first(lanes);
-        let rows = lanes.rows - first;
-        let k = self.proposals.k;
-        TopK {
-            logits: s.logits.rows(first, rows, 4 * stride),
-            ids: self.candidates,
-            values: self.values,
-            scratch: self.top_k_scratch,
-            rows,
-            stride,
-            valid,
-            k,
-        }
-    }
-
-    pub(crate) fn propose(
-        &self,
-        d: &Draft,
-        s: &DraftState,
-        target: &Target,
-        ids: Buf,
-        lanes: Lanes,
-    ) -> Propose {
-        let first = draft_first(lanes);
-        let selector = d.selector.as_ref().map(|selector| Selector {
-            predecessor: selector.predecessor,
-            successor: selector.successor,
-            query: s.selector_rows.rows(first, lanes.rows - first, 4 * selector.rank),
-            vocab: target.lm_head.n,
-            rank: selector.rank,
-        });
-        Propose {
-            candidates: self.candidates,
-            values: self.values,
-            selector,
-            params: self.params,
-            ids,
-            proposals: self.proposals,
-            lanes,
-            draft_stride: lanes.max_rows - first,
-            draft_first: 1 - first,
-        }
-    }
-
-    pub(crate) fn accept(
-        &self,
-        target: &Target,
-        ids: Buf,
-        draft_ids: Option<Buf>,
-        logits: Buf,
-        lanes: Lanes,
-    ) -> Accept {
-        Accept {
-            logits,
-            logit_rows: LogitRows::All,
-            ids,
-            draft_ids,
-            proposals: Some(self.proposals),
-            params: self.params,
-            counts: self.counts,
-            biases: self.biases,
-            bias_capacity: MAX_LOGIT_BIASES,
-            masks: None,
-            results: self.results,
-            scratch: self.accept_scratch,
-            lanes,
-            stride: target.lm_head.n,
-            valid: target.vocab,
-        }
-    }
-
-    /// What the host reads of a round.
-    fn results(&self, lanes: Lanes) -> Buf {
-        self.results.slice(0, Accept::results_bytes(lanes.count, lanes.max_rows))
-    }
-
-    fn receive(&mut self, dev: &mut dyn Device, lanes: Lanes) -> Result<Round, DeviceError> {
-        let words = self.results(lanes).bytes / 4;
-        dev.receive(bytemuck::cast_slice_mut(&mut self.read[..words]))?;
-        let result = LaneResult::of(&self.read, 0, lanes.max_rows);
-        let mut tokens = [0; Accept::MAX_ROWS];
-        tokens[..result.tokens.len()].copy_from_slice(result.tokens);
-        Ok(Round {
-            tokens,
-            count: result.tokens.len(),
-            proposed: result.proposed,
-            degenerate: result.flags & LaneResult::DEGENERATE != 0,
-            ended: result.flags & (LaneResult::STOPPED | LaneResult::LIMIT) != 0,
-        })
-    }
-}
-
-/// First draft row with logits: a lone lane's row 0 predicts nothing and is left out.
-fn draft_first(lanes: Lanes) -> usize {
-    usize::from(lanes.count == 1)
+    p.spare = (std::mem::replace(&mut p.places, places), std::mem::replace(&mut p.steps, steps));
 }

@@ -7,6 +7,7 @@ use ops::{Device, MAX_STOPS};
 
 use crate::engine::{Engine, EngineError};
 use crate::pace::Pace;
+use crate::round::{Going, Unmasked};
 use crate::sampler::{Bounds, Sampler};
 
 /// Why an answer ended.
@@ -185,7 +186,8 @@ impl Session {
         let depth = left.min(if ahead { 2 } else { 1 });
         let adapts = engine.adapts() && request.sampler.may_adapt();
         let draft = !adapts || self.pace.drafts();
-        let submitted = engine.submit(&self.lane, self.anchor, depth, draft);
+        let going = [Going::new(self.lane, self.anchor, draft)];
+        let submitted = engine.submit(&going, depth, &mut Unmasked);
         let round = submitted.and_then(|()| engine.receive(&mut self.lane)).and_then(|round| {
             let pos = self.lane.pos;
             if round.degenerate { Err(EngineError::Degenerate { pos }) } else { Ok(round) }
@@ -203,7 +205,7 @@ impl Session {
         let stats = &mut self.stats;
         let took = start.elapsed();
         if adapts {
-            self.pace.took(round.proposed > 0, took.as_secs_f64(), emitted.len());
+            self.pace.took(round.proposed > 0, took.as_secs_f64(), emitted.len() as f64);
         }
         stats.decode += took;
         stats.rounds += 1;

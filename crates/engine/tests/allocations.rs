@@ -106,8 +106,8 @@ fn a_steady_round_allocates_nothing() {
     let drafters = [
         Drafter::DFlash,
         Drafter::None,
-        Drafter::Host(Box::new(Ngram::with_capacity(e.context()))),
-        Drafter::Host(Box::new(scripted)),
+        Drafter::host(Box::new(Ngram::with_capacity(e.context()))),
+        Drafter::host(Box::new(scripted)),
     ];
     for drafter in drafters {
         e.set_drafter(drafter);

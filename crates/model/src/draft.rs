@@ -8,7 +8,7 @@ use ops::{
     Embed, HeadGate, KvPool, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope, SiluMul, Weight,
 };
 
-use crate::state::kv_pools;
+use crate::state::{PageShape, kv_pools};
 use crate::target::{Mlp, Target, add_linear, linear, norm};
 
 /// A draft with its weights on a device.
@@ -159,18 +159,18 @@ pub struct DraftState {
 }
 
 impl DraftState {
-    /// Allocates the draft's memory for `slots` lanes of `max_pages` pages.
+    /// Allocates the draft's memory for lanes that share these pages.
     pub fn new(
         dev: &mut dyn Device,
         draft: &Draft,
         target: &Target,
         context_rows: usize,
-        (slots, max_pages): (usize, usize),
+        pages: &PageShape,
         table: Buf,
         dtype: ActDtype,
     ) -> Result<DraftState, DeviceError> {
         let hidden = target.embed.k;
-        let rows = slots * draft.block;
+        let rows = pages.slots * draft.block;
         let all = rows.max(context_rows);
         let (q, kv) = (draft.heads * draft.head_dim, draft.kv_heads * draft.head_dim);
         let heads = (draft.kv_heads, draft.head_dim);
@@ -178,7 +178,7 @@ impl DraftState {
         let dynamic = conv.map_or(0, |c| c.projection.n);
         let rank = draft.selector.as_ref().map_or(0, |s| s.rank);
         let partials = Attention::scratch_bytes(rows, draft.heads, draft.head_dim);
-        let kv_pools = kv_pools(dev, draft.layers.len(), table, heads, (slots, max_pages))?;
+        let kv_pools = kv_pools(dev, draft.layers.len(), table, heads, pages)?;
         let mut f32 = |rows: usize, width: usize, what: &str| dev.alloc(4 * rows * width, what);
         let x = f32(all, hidden, "draft residual stream")?;
         let k = f32(all, kv, "draft keys")?;

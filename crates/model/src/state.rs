@@ -18,17 +18,35 @@ pub struct StateShape {
     pub gdn_layers: usize,
     /// Their heads.
     pub gdn: Option<GdnGeometry>,
-    /// Lanes.
-    pub slots: usize,
     /// The most rows of a verify pass.
     pub block: usize,
-    /// Pages of one lane.
+    /// Lanes and pages.
+    pub pages: PageShape,
+    /// States that can be kept beside those of the lanes, see [`State::save`].
+    pub snapshots: usize,
+}
+
+/// The pages that the lanes of a model and its draft share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageShape {
+    /// Lanes.
+    pub slots: usize,
+    /// The most pages of one lane.
     pub max_pages: usize,
+    /// Pages that exist.
+    pub pages: usize,
+}
+
+impl PageShape {
+    /// As many pages as the lanes can fill.
+    pub fn full(slots: usize, max_pages: usize) -> PageShape {
+        PageShape { slots, max_pages, pages: slots * max_pages }
+    }
 }
 
 impl StateShape {
-    /// For `slots` lanes of a target.
-    pub fn of(target: &Target, slots: usize, block: usize, max_pages: usize) -> StateShape {
+    /// For the lanes of a target.
+    pub fn of(target: &Target, block: usize, pages: PageShape, snapshots: usize) -> StateShape {
         let (attention_layers, gdn_layers) = target.layer_counts();
         StateShape {
             attention_layers,
@@ -36,9 +54,9 @@ impl StateShape {
             head_dim: target.attention.head_dim,
             gdn_layers,
             gdn: target.gdn,
-            slots,
             block,
-            max_pages,
+            pages,
+            snapshots,
         }
     }
 }
@@ -54,6 +72,10 @@ pub struct Cell {
     pub pending: Buf,
     /// The most rows of a verify pass.
     pub block: usize,
+    /// `[snapshots]` of one slot's `state`.
+    pub saved_state: Buf,
+    /// `[snapshots][3][channels]` f32: the rows before a lane's next.
+    pub saved_history: Buf,
 }
 
 /// The memory of all lanes of one model.
@@ -63,19 +85,37 @@ pub struct State {
     pub kv: Vec<KvPool>,
     /// One for each GatedDeltaNet layer.
     pub cells: Vec<Cell>,
+    slots: usize,
+    snapshots: usize,
 }
 
-/// The page table that the pools of a model and its draft share: `[slots][max_pages]` u32. Each
-/// slot owns the pages `slot · max_pages ..`.
-pub fn page_table(
-    dev: &mut dyn Device,
-    slots: usize,
-    max_pages: usize,
-) -> Result<Buf, DeviceError> {
-    let pages: Vec<u32> = (0..(slots * max_pages) as u32).collect();
+/// The page table that the pools of a model and its draft share: `[slots][max_pages]` u32. At first
+/// each slot has the pages `slot · max_pages ..`, as far as they exist.
+pub fn page_table(dev: &mut dyn Device, shape: &PageShape) -> Result<Buf, DeviceError> {
+    let existing = |page: usize| if page < shape.pages { page as u32 } else { 0 };
+    let pages: Vec<u32> = (0..shape.slots * shape.max_pages).map(existing).collect();
     let table = dev.alloc(4 * pages.len(), "page table")?;
     dev.write(table, bytemuck::cast_slice(&pages));
     Ok(table)
+}
+
+/// Copies page `from` of each pool onto its page `to`.
+pub fn copy_page<'a>(
+    dev: &mut dyn Device,
+    pools: impl Iterator<Item = &'a KvPool>,
+    from: u32,
+    to: u32,
+) {
+    for (pool, bytes) in pools.map(|pool| (pool, page_bytes(pool))) {
+        for buf in [pool.keys, pool.values] {
+            dev.copy(buf.rows(from as usize, 1, bytes), buf.rows(to as usize, 1, bytes));
+        }
+    }
+}
+
+/// Bytes of one page's keys, or values, in a pool.
+pub fn page_bytes(pool: &KvPool) -> usize {
+    2 * pool.kv_heads * pool.block()
 }
 
 /// Pools for `layers` attention layers.
@@ -84,9 +124,9 @@ pub(crate) fn kv_pools(
     layers: usize,
     table: Buf,
     (kv_heads, head_dim): (usize, usize),
-    (slots, max_pages): (usize, usize),
+    shape: &PageShape,
 ) -> Result<Vec<KvPool>, DeviceError> {
-    let bytes = 2 * slots * max_pages * kv_heads * PAGE_TOKENS * head_dim;
+    let (bytes, max_pages) = (2 * shape.pages * kv_heads * PAGE_TOKENS * head_dim, shape.max_pages);
     (0..layers)
         .map(|_| {
             let keys = dev.alloc(bytes, "keys")?;
@@ -99,33 +139,89 @@ pub(crate) fn kv_pools(
 impl State {
     /// Empty lanes.
     pub fn new(dev: &mut dyn Device, s: &StateShape, table: Buf) -> Result<State, DeviceError> {
-        let heads = (s.kv_heads, s.head_dim);
-        let kv = kv_pools(dev, s.attention_layers, table, heads, (s.slots, s.max_pages))?;
+        let (heads, slots) = ((s.kv_heads, s.head_dim), s.pages.slots);
+        let kv = kv_pools(dev, s.attention_layers, table, heads, &s.pages)?;
         let mut cells = Vec::with_capacity(s.gdn_layers);
         if let Some(g) = &s.gdn {
-            let history = s.slots * 2 * (CONV_TAPS - 1 + s.block) * g.channels() * 4;
+            let row = 4 * g.channels();
+            let history = slots * 2 * (CONV_TAPS - 1 + s.block) * row;
+            let state = GatedDelta::state_bytes(g);
             for _ in 0..s.gdn_layers {
                 cells.push(Cell {
                     history: dev.alloc(history, "convolution history")?,
-                    state: dev.alloc(s.slots * GatedDelta::state_bytes(g), "recurrent state")?,
+                    state: dev.alloc(slots * state, "recurrent state")?,
                     pending: dev
-                        .alloc(s.slots * GatedDelta::pending_bytes(g, s.block), "pending rows")?,
+                        .alloc(slots * GatedDelta::pending_bytes(g, s.block), "pending rows")?,
                     block: s.block,
+                    saved_state: dev.alloc(s.snapshots * state, "snapshots")?,
+                    saved_history: dev.alloc(s.snapshots * (CONV_TAPS - 1) * row, "snapshots")?,
                 });
             }
         }
-        Ok(State { kv, cells })
+        Ok(State { kv, cells, slots, snapshots: s.snapshots })
     }
 
     /// Empties a slot: its recurrent state and history become zero. Pages need no clearing, since
     /// no position is read before it is written.
-    pub fn clear(&self, dev: &mut dyn Device, slot: usize, slots: usize) {
+    pub fn clear(&self, dev: &mut dyn Device, slot: usize) {
         for cell in &self.cells {
             for buf in [cell.history, cell.state] {
-                let bytes = buf.bytes / slots;
+                let bytes = buf.bytes / self.slots;
                 dev.zero(buf.slice(slot * bytes, bytes));
             }
         }
+    }
+
+    /// Keeps what a lane remembers besides its pages as snapshot number `to`.
+    ///
+    /// # Panics
+    /// If rows are pending: they have to be taken up first.
+    pub fn save(&self, dev: &mut dyn Device, lane: &Lane, to: usize) {
+        assert_eq!(lane.pending, 0, "a snapshot of {lane:?}");
+        for (from, to) in self.snapshot(lane.slot as usize, lane.parity as usize, to) {
+            dev.copy(from, to);
+        }
+    }
+
+    /// Makes a slot remember what [`State::save`] kept, and returns its lane at position `pos`.
+    pub fn restore(&self, dev: &mut dyn Device, from: usize, slot: u32, pos: u32) -> Lane {
+        for (to, from) in self.snapshot(slot as usize, 0, from) {
+            dev.copy(from, to);
+        }
+        Lane { pos, ..Lane::new(slot) }
+    }
+
+    /// Bytes of one snapshot.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.snapshot_buffers(0).map(|buf| buf.bytes).sum()
+    }
+
+    /// The buffers of snapshot number `index`, in order; empty where there are no snapshots.
+    pub fn snapshot_buffers(&self, index: usize) -> impl Iterator<Item = Buf> + '_ {
+        let bufs = self.cells.iter().flat_map(|cell| [cell.saved_state, cell.saved_history]);
+        bufs.map(move |buf| {
+            buf.rows(index, 1.min(self.snapshots), buf.bytes / self.snapshots.max(1))
+        })
+    }
+
+    /// Each part of a slot's memory, with half `half` of its history, and the snapshot's part for it.
+    fn snapshot(
+        &self,
+        slot: usize,
+        half: usize,
+        snapshot: usize,
+    ) -> impl Iterator<Item = (Buf, Buf)> + '_ {
+        assert!(snapshot < self.snapshots, "snapshot {snapshot} of {}", self.snapshots);
+        self.cells.iter().flat_map(move |cell| {
+            let state = cell.state.bytes / self.slots;
+            let history = cell.saved_history.bytes / self.snapshots;
+            let half_bytes = cell.history.bytes / (2 * self.slots);
+            let halves = cell.history.rows(2 * slot + half, 1, half_bytes);
+            [
+                (cell.state.rows(slot, 1, state), cell.saved_state.rows(snapshot, 1, state)),
+                (halves.slice(0, history), cell.saved_history.rows(snapshot, 1, history)),
+            ]
+        })
     }
 }
 
@@ -159,6 +255,11 @@ impl Lane {
         self.pos += rows;
         self.pending = 0;
         self.parity ^= 1;
+    }
+
+    /// After a pass without rows of its own: what was pending is in the state.
+    pub fn take_up(&mut self) {
+        self.advance(0);
     }
 
     /// After a verify pass: `kept` of its rows will enter the state in the next pass.

@@ -224,8 +224,33 @@ fn gated_delta_net(
     commit: Commit,
 ) {
     let (rows, b) = (lanes.rows, &s.gdn);
-    let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
     linear(dev, s.xn, rows, &[(w.qkv, b.qkv), (w.z, b.z), (w.b, b.b), (w.a, b.a)]);
+    let geometry = recurrence(dev, m, w, cell, s, lanes, commit);
+    let dim = geometry.value_dim;
+    dev.run(&GatedNorm {
+        x: b.mixed,
+        gate: b.z,
+        weight: w.norm,
+        out: b.gated,
+        rows,
+        dim,
+        eps: m.eps,
+    });
+    add_linear(dev, b.gated, rows, w.out, s.x);
+}
+
+/// Convolution and recurrence of the projected rows.
+fn recurrence(
+    dev: &mut dyn Device,
+    m: &Target,
+    w: &GdnWeights,
+    cell: &Cell,
+    s: &Scratch,
+    lanes: Lanes,
+    commit: Commit,
+) -> GdnGeometry {
+    let b = &s.gdn;
+    let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
     dev.run(&GdnPrepare {
         qkv: b.qkv,
         a: b.a,
@@ -258,17 +283,17 @@ fn gated_delta_net(
         block: cell.block,
         commit,
     });
-    let dim = geometry.value_dim;
-    dev.run(&GatedNorm {
-        x: b.mixed,
-        gate: b.z,
-        weight: w.norm,
-        out: b.gated,
-        rows,
-        dim,
-        eps: m.eps,
-    });
-    add_linear(dev, b.gated, rows, w.out, s.x);
+    geometry
+}
+
+/// A pass of lanes without rows, which only takes up what is pending. `lanes` counts one row, which
+/// no lane owns.
+pub fn take_up(dev: &mut dyn Device, m: &Target, state: &State, s: &Scratch, lanes: Lanes) {
+    for layer in &m.layers {
+        if let Mixer::GatedDelta(c, w) = &layer.mixer {
+            recurrence(dev, m, w, &state.cells[*c], s, lanes, Commit::Immediate);
+        }
+    }
 }
 
 /// SwiGLU over `scratch.xn`, added to the residual stream.

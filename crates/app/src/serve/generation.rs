@@ -52,6 +52,21 @@ pub enum Input {
     Tokens(Vec<u32>),
 }
 
+impl Input {
+    /// Roughly how much there is to prepare.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Input::Chat(chat) => {
+                let reasoning = |m: &Message| m.reasoning.as_ref().map_or(0, String::len);
+                let messages = chat.messages.iter().map(|m| m.content.len() + reasoning(m) + 64);
+                messages.sum::<usize>() + 1024 * chat.tools.len()
+            }
+            Input::Text(text) => text.len(),
+            Input::Tokens(_) => 0,
+        }
+    }
+}
+
 /// A conversation.
 #[derive(Clone, Debug, Default)]
 pub struct Chat {
@@ -93,13 +108,18 @@ pub struct Reasoning {
 #[derive(Clone, Debug)]
 pub enum Output {
     /// The first lane began.
-    Started,
+    Started {
+        /// Prompt tokens that need not be computed.
+        cached: usize,
+    },
     /// How far the prompt has come.
     Prefill {
         /// Tokens so far, cached ones included.
         done: usize,
         /// Tokens of the prompt.
         total: usize,
+        /// Of these, tokens that need not be computed.
+        cached: usize,
     },
     /// New text of a choice.
     Delta {
@@ -119,26 +139,80 @@ pub enum Output {
     Failed(ApiError),
 }
 
-/// New text of a choice. Reasoning comes before text, and text before calls.
+/// What is new of a choice.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Delta {
-    /// What the model thinks.
-    pub reasoning: String,
-    /// What it answers.
-    pub text: String,
-    /// What it calls.
-    pub calls: Vec<CallDelta>,
+    /// Its pieces in order; neighbours are of different kinds or calls.
+    pub pieces: Vec<Piece>,
     /// Log-probabilities of the answer's tokens, if asked for.
     pub logprobs: Vec<TokenLogprob>,
+}
+
+/// A piece of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// What the model thinks.
+    Reasoning(String),
+    /// What it answers.
+    Text(String),
+    /// What it calls.
+    Call(CallDelta),
 }
 
 impl Delta {
     /// Whether there is nothing new.
     pub fn is_empty(&self) -> bool {
-        self.reasoning.is_empty()
-            && self.text.is_empty()
-            && self.calls.is_empty()
-            && self.logprobs.is_empty()
+        self.pieces.is_empty() && self.logprobs.is_empty()
+    }
+
+    /// Adds a piece; it joins the last one if it goes on with it.
+    pub fn push(&mut self, piece: Piece) {
+        match (self.pieces.last_mut(), piece) {
+            (_, Piece::Reasoning(new) | Piece::Text(new)) if new.is_empty() => {}
+            (Some(Piece::Reasoning(last)), Piece::Reasoning(new))
+            | (Some(Piece::Text(last)), Piece::Text(new)) => *last += &new,
+            (Some(Piece::Call(last)), Piece::Call(new))
+                if last.index == new.index && new.begin.is_none() =>
+            {
+                last.arguments += &new.arguments;
+            }
+            (_, piece) => self.pieces.push(piece),
+        }
+    }
+
+    /// Adds all of another one.
+    pub fn extend(&mut self, other: Delta) {
+        other.pieces.into_iter().for_each(|piece| self.push(piece));
+        self.logprobs.extend(other.logprobs);
+    }
+
+    /// All reasoning.
+    pub fn reasoning(&self) -> String {
+        let text = |piece: &Piece| match piece {
+            Piece::Reasoning(text) => Some(text.clone()),
+            _ => None,
+        };
+        self.pieces.iter().filter_map(text).collect()
+    }
+
+    /// All text.
+    pub fn text(&self) -> String {
+        let text = |piece: &Piece| match piece {
+            Piece::Text(text) => Some(text.clone()),
+            _ => None,
+        };
+        self.pieces.iter().filter_map(text).collect()
+    }
+
+    /// All calls.
+    pub fn calls(&self) -> Vec<Call> {
+        let mut calls = Vec::new();
+        for piece in &self.pieces {
+            if let Piece::Call(piece) = piece {
+                Call::add(&mut calls, piece);
+            }
+        }
+        calls
     }
 }
 
@@ -199,8 +273,36 @@ pub enum FinishReason {
     Context,
     /// The answer ends with tool calls.
     ToolCalls,
-    /// The client left, or the server is leaving.
-    Cancelled,
-    /// The request's time was up.
-    Deadline,
+}
+
+/// A whole choice.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Whole {
+    /// All of its pieces.
+    pub delta: Delta,
+    /// How it ended.
+    pub end: End,
+}
+
+/// A whole tool call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Its id.
+    pub id: String,
+    /// The tool's name.
+    pub name: String,
+    /// The arguments as JSON text.
+    pub arguments: String,
+}
+
+impl Call {
+    /// Adds a piece to the calls so far.
+    pub fn add(calls: &mut Vec<Call>, delta: &CallDelta) {
+        if let Some(CallBegin { id, name }) = delta.begin.clone() {
+            calls.push(Call { id, name, arguments: String::new() });
+        }
+        if let Some(call) = calls.get_mut(delta.index) {
+            call.arguments += &delta.arguments;
+        }
+    }
 }

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, reason = "shared by test files that each use a part")]
 
+pub mod served;
+
 use std::path::{Path, PathBuf};
 
 use engine::{
@@ -33,7 +35,7 @@ pub fn engine_with(with: With, options: EngineOptions) -> Engine<Host> {
     let target = Target::load(&mut dev, &source, &mut |_| ()).expect("weights");
     let (draft, drafter) = match with {
         With::None => (None, Drafter::None),
-        With::Host(drafter) => (None, Drafter::Host(drafter)),
+        With::Host(drafter) => (None, Drafter::host(drafter)),
         With::DFlash => {
             let path = root().join("models/th-tiny-dflash");
             let source = DraftSource::open(&path, source.spec()).expect("draft");
@@ -127,5 +129,8 @@ impl HostDrafter for Scripted {
             };
         }
         if self.how == How::Ragged { self.seen % (out.len() + 1) } else { out.len() }
+    }
+    fn another(&self) -> Box<dyn HostDrafter> {
+        Box::new(Scripted { text: self.text.clone(), seen: 0, how: self.how })
     }
 }

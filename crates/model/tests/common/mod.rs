@@ -5,8 +5,8 @@
 use std::path::{Path, PathBuf};
 
 use model::{
-    Draft, DraftSource, DraftState, Lane, Scratch, ScratchShape, State, StateShape, Target,
-    TargetSource, page_table,
+    Draft, DraftSource, DraftState, Lane, PageShape, Scratch, ScratchShape, State, StateShape,
+    Target, TargetSource, page_table,
 };
 use ops::simd::Isa;
 use ops::{ActDtype, Commit, Device, Host, HostMode, LaneStep, Lanes, PAGE_TOKENS};
@@ -61,22 +61,22 @@ impl Rig {
         let path = root().join("models/th-tiny-dflash");
         let draft_source = DraftSource::open(&path, source.spec()).expect("draft");
         let draft = Draft::load(&mut dev, &draft_source, &mut |_| ()).expect("draft weights");
-        let table = page_table(&mut dev, 1, MAX_PAGES).expect("memory");
-        let shape = StateShape::of(&target, 1, BLOCK, MAX_PAGES);
+        let pages = PageShape::full(1, MAX_PAGES);
+        let table = page_table(&mut dev, &pages).expect("memory");
+        let shape = StateShape::of(&target, BLOCK, pages, 1);
         let state = State::new(&mut dev, &shape, table).expect("memory");
         let taps = taps.unwrap_or_else(|| draft.taps.clone());
         let shape = ScratchShape::of(&target, (CHUNK, LOGIT_ROWS), taps, act);
         let scratch = Scratch::new(&mut dev, &shape).expect("memory");
-        let pages = (1, MAX_PAGES);
         let draft_state =
-            DraftState::new(&mut dev, &draft, &target, CHUNK, pages, table, act).expect("memory");
+            DraftState::new(&mut dev, &draft, &target, CHUNK, &pages, table, act).expect("memory");
         let step = dev.alloc(size_of::<LaneStep>(), "step").expect("memory");
         Rig { dev, target, draft, state, scratch, draft_state, lane: Lane::new(0), step }
     }
 
     pub fn reset(&mut self) {
         self.lane = Lane::new(0);
-        self.state.clear(&mut self.dev, 0, 1);
+        self.state.clear(&mut self.dev, 0);
     }
 
     pub fn lanes(&mut self, rows: usize) -> Lanes {

@@ -1,11 +1,20 @@
 //! Tools that a model may call, and the calls in what it writes.
 //!
 //! Models write calls as text, each family in its own format, which its chat template shows
-//! ([`ToolFormat::of_template`]). `ToolParser` follows an answer as it streams and turns it into
+//! ([`ToolFormat::of_template`]). [`ToolParser`] follows an answer as it streams and turns it into
 //! [`ToolDelta`]s; a whole answer is the same stream in one piece. Only answers are searched: what a
 //! model says about calls while it thinks is no call.
 
+mod hermes;
+mod json_stream;
+mod parser;
+mod typed;
+mod xml;
+
 use serde_json::{Map, Value, json};
+
+pub use parser::ToolParser;
+pub(crate) use typed::{Written, resolve, written};
 
 /// A tool that the model may call.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,7 +42,11 @@ impl Tool {
         let parameters = match &function["parameters"] {
             Value::Null => Value::Object(Map::new()),
             object @ Value::Object(_) => object.clone(),
-            _ => return Err(format!("the parameters of tool {name:?} must be a JSON schema object")),
+            _ => {
+                return Err(format!(
+                    "the parameters of tool {name:?} must be a JSON schema object"
+                ));
+            }
         };
         Ok(Tool {
             name: name.to_owned(),
@@ -146,3 +159,8 @@ pub enum ToolDelta {
         complete: bool,
     },
 }
+
+#[cfg(test)]
+mod fuzz;
+#[cfg(test)]
+mod tests;
