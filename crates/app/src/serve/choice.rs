@@ -12,7 +12,7 @@ use super::generation::{
 };
 use super::ids;
 use super::logprobs::Waiting;
-use super::model::Served;
+use super::model::Facts;
 use super::prepare::Prepared;
 use crate::text::chat::ChatText;
 use crate::text::stream::{self, OutputStream, StreamOptions};
@@ -38,7 +38,7 @@ pub(super) struct Choice {
 impl Choice {
     /// A choice at its beginning.
     pub(super) fn new(
-        model: &Served,
+        model: &Facts,
         generation: &Generation,
         prepared: &Prepared,
         exact_calls: bool,

@@ -197,8 +197,27 @@ pub async fn shape(request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     match response.extensions().get::<ApiError>() {
         Some(error) => in_form(error.clone(), api, response),
+        None if is_bare(&response) => in_form(of_status(response.status()), api, response),
         None => response,
     }
+}
+
+/// Whether this is a refusal of the router itself, in plain words: a path that is no text, say.
+fn is_bare(response: &Response) -> bool {
+    let status = response.status();
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    let plain = kind.is_none_or(|kind| kind.as_bytes().starts_with(b"text/plain"));
+    (status.is_client_error() || status.is_server_error()) && plain
+}
+
+fn of_status(status: StatusCode) -> ApiError {
+    let class = match status {
+        _ if status.is_server_error() => ErrorClass::ServerError,
+        StatusCode::NOT_FOUND => ErrorClass::NotFound,
+        _ => ErrorClass::BadRequest,
+    };
+    let what = format!("the request was refused: {status}; see /openapi.json");
+    ApiError::new(class, status, "refused", what)
 }
 
 fn in_form(error: ApiError, api: Api, response: Response) -> Response {

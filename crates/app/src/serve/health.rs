@@ -92,8 +92,9 @@ pub async fn status(State(app): State<App>) -> Json<Value> {
         "draining": app.lifecycle.draining(),
         "traces": app.recorder.health(),
     });
-    if let (Phase::Ready(served), Value::Object(status)) = (app.phase(), &mut status) {
-        let (info, stats) = (&served.info, served.service.stats());
+    if let (Ok(served), Value::Object(status)) = (app.lifecycle.facts(), &mut status) {
+        let info = &served.info;
+        let stats = app.lifecycle.served().map(|served| served.service.stats()).unwrap_or_default();
         let memory = &info.memory;
         let defaults = &served.defaults;
         let model = json!({

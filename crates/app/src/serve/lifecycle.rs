@@ -1,6 +1,6 @@
 //! Whether there is a model to answer with: loading, ready, released while idle, leaving.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use super::errors::ApiError;
 use crate::telemetry::ErrorClass;
-use super::model::Served;
+use super::model::{Facts, Served};
 
 /// Loads the model; called again after it was released.
 pub type Load = Arc<dyn Fn(&dyn Fn(Loading)) -> anyhow::Result<Served> + Send + Sync>;
@@ -56,6 +56,8 @@ pub struct Lifecycle {
     phase: watch::Sender<Phase>,
     draining: watch::Sender<bool>,
     load: Load,
+    /// What is known of the model once it was loaded, and stays known while it is released.
+    facts: Mutex<Option<Arc<Facts>>>,
     begun: Instant,
     /// Whether the model was released, and is loaded again when it is needed.
     released: AtomicBool,
@@ -74,7 +76,10 @@ impl Lifecycle {
     /// One that holds a model already.
     pub fn ready(served: Served) -> Arc<Lifecycle> {
         let load: Load = Arc::new(|_| anyhow::bail!("this model can't be loaded again"));
-        Lifecycle::with_phase(load, Phase::Ready(Arc::new(served)))
+        let facts = Arc::clone(&served.facts);
+        let lifecycle = Lifecycle::with_phase(load, Phase::Ready(Arc::new(served)));
+        lifecycle.remember(&facts);
+        lifecycle
     }
 
     fn with_phase(load: Load, phase: Phase) -> Arc<Lifecycle> {
@@ -82,6 +87,7 @@ impl Lifecycle {
             phase: watch::Sender::new(phase),
             draining: watch::Sender::new(false),
             load,
+            facts: Mutex::default(),
             begun: Instant::now(),
             released: AtomicBool::new(false),
             last_used: AtomicU64::new(0),
@@ -101,6 +107,22 @@ impl Lifecycle {
         }
     }
 
+    /// What is known of the model. Asking neither loads it nor keeps it in memory.
+    ///
+    /// # Errors
+    /// If it was never loaded, with what to do.
+    pub fn facts(&self) -> Result<Arc<Facts>, ApiError> {
+        let known = self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match known {
+            Some(facts) => Ok(facts),
+            None => answer(self.phase()).map(|served| Arc::clone(&served.facts)),
+        }
+    }
+
+    fn remember(&self, facts: &Arc<Facts>) {
+        *self.facts.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(facts));
+    }
+
     /// Whether the server is leaving.
     pub fn draining(&self) -> bool {
         *self.draining.borrow()
@@ -116,14 +138,15 @@ impl Lifecycle {
     /// # Errors
     /// If there is none now, with what to do.
     pub async fn model(self: &Arc<Lifecycle>) -> Result<Arc<Served>, ApiError> {
-        let now = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.last_used.fetch_max(now, Ordering::Relaxed);
+        self.used();
         if self.draining() {
             let what = "the server is stopping and takes nothing more";
             return Err(ApiError::unavailable("draining", what, Duration::from_secs(10)));
         }
         match self.phase() {
             Phase::Released => self.reload(),
+            // What was wrong when it was loaded again may have been put right.
+            Phase::Failed(_) if self.released.load(Ordering::Relaxed) => self.reload(),
             // The first load is a matter of the server's start, of which clients are told; a later one
             // is a part of the requests that need it.
             Phase::Loading(_) if self.released.load(Ordering::Relaxed) => {}
@@ -132,10 +155,16 @@ impl Lifecycle {
         answer(self.settled().await)
     }
 
+    /// Takes note that the model is needed now.
+    fn used(&self) {
+        let now = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.last_used.fetch_max(now, Ordering::Relaxed);
+    }
+
     /// Loads the model if it is not there, on a thread of its own.
     fn reload(self: &Arc<Lifecycle>) {
         let begins = self.phase.send_if_modified(|phase| {
-            let begins = matches!(phase, Phase::Released);
+            let begins = matches!(phase, Phase::Released | Phase::Failed(_));
             if begins {
                 *phase = Phase::Loading(Loading::default());
             }
@@ -150,7 +179,10 @@ impl Lifecycle {
                 lifecycle.phase.send_replace(Phase::Loading(loading));
             };
             let phase = match (lifecycle.load)(&report) {
-                Ok(served) => Phase::Ready(Arc::new(served)),
+                Ok(served) => {
+                    lifecycle.remember(&served.facts);
+                    Phase::Ready(Arc::new(served))
+                }
                 Err(error) => Phase::Failed(format!("{error:#}")),
             };
             lifecycle.phase.send_replace(phase);
@@ -179,6 +211,9 @@ impl Lifecycle {
             if idle {
                 self.released.store(true, Ordering::Relaxed);
                 released = Some(std::mem::replace(phase, Phase::Released));
+            } else {
+                // The time begins with the last request's end.
+                self.used();
             }
             idle
         });

@@ -1,5 +1,6 @@
 //! The model that is served: what requests need of it.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -14,6 +15,20 @@ use crate::text::grammar::Grammars;
 pub struct Served {
     /// Answers.
     pub service: Arc<dyn Service>,
+    /// What is known of it.
+    pub facts: Arc<Facts>,
+}
+
+impl Deref for Served {
+    type Target = Facts;
+
+    fn deref(&self) -> &Facts {
+        &self.facts
+    }
+}
+
+/// What is known of a model, whether it is in memory or not.
+pub struct Facts {
     /// What the service can do; it does not change.
     pub info: ServiceInfo,
     /// Tokenizer and templates; synthetic models have none.
@@ -32,7 +47,7 @@ pub struct Served {
     pub loaded: SystemTime,
 }
 
-impl Served {
+impl Facts {
     /// Tokenizer and templates, or an error that says what works without them.
     pub fn text(&self) -> Result<&Arc<ChatText>, ApiError> {
         self.text.as_ref().ok_or_else(|| {

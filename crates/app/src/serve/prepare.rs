@@ -8,7 +8,7 @@ use engine::service::{Constraint, Request};
 use super::errors::ApiError;
 use super::exchange::Exchange;
 use super::generation::{Chat, Generation, Input};
-use super::model::Served;
+use super::model::Facts;
 use crate::telemetry::timeline::Stage;
 use crate::text::chat::{ChatError, ChatText, Prompt, TemplateOptions};
 use crate::text::grammar::{AnswerRules, Guided, ResponseFormat};
@@ -42,7 +42,7 @@ pub struct Prepared {
 ///
 /// # Errors
 /// If it can't be rendered or tokenised.
-pub fn prompt(model: &Served, input: &Input, exchange: &Exchange) -> Result<Prepared, ApiError> {
+pub fn prompt(model: &Facts, input: &Input, exchange: &Exchange) -> Result<Prepared, ApiError> {
     match input {
         Input::Chat(chat) => chat_prompt(model.text()?, chat, exchange),
         Input::Text(text) => {
@@ -67,10 +67,33 @@ fn chat_prompt(text: &ChatText, chat: &Chat, exchange: &Exchange) -> Result<Prep
     let ids = text.tok().encode(&rendered).map_err(|e| tokenizer_error(&e))?;
     exchange.stage(Stage::Tokenise, begun);
     let boundaries = boundaries(text.tok(), &ids);
-    if chat.reasoning.enabled == Some(false) && start == Start::Reasoning {
-        notes.push("thinking was asked to be off, but the chat template has no switch".into());
-    }
+    notes.extend(without_effect(text, chat, start));
     Ok(Prepared { ids, boundaries, start, notes })
+}
+
+/// What a request asks of a chat template that knows nothing of it.
+fn without_effect(text: &ChatText, chat: &Chat, start: Start) -> Vec<String> {
+    let Some(template) = text.templates().choose(!chat.tools.is_empty()) else { return Vec::new() };
+    let mut notes = Vec::new();
+    let reasoning = &chat.reasoning;
+    if reasoning.enabled.is_some() && !template.mentions("enable_thinking") {
+        let unwanted = reasoning.enabled == Some(false) && start == Start::Reasoning;
+        if unwanted || reasoning.enabled == Some(true) {
+            notes.push("thinking: the chat template has no switch for it".into());
+        }
+    }
+    if let Some(effort) = &reasoning.effort
+        && !template.mentions("reasoning_effort")
+    {
+        notes.push(format!("reasoning effort {effort}: the chat template knows no levels"));
+    }
+    if !chat.tools.is_empty() && !template.mentions("tools") {
+        notes.push("tools: the chat template knows none, so the model does not see them".into());
+    }
+    for name in chat.template.keys().filter(|name| !template.mentions(name)) {
+        notes.push(format!("chat_template_kwargs.{name}: the chat template does not use it"));
+    }
+    notes
 }
 
 /// The rendered template of a conversation.
@@ -124,7 +147,7 @@ fn boundaries(tok: &dyn Tok, ids: &[u32]) -> Vec<usize> {
 }
 
 /// Checks what no single field can, and fills in the sampling defaults.
-pub fn sampler(model: &Served, generation: &Generation) -> Result<Sampler, ApiError> {
+pub fn sampler(model: &Facts, generation: &Generation) -> Result<Sampler, ApiError> {
     let Generation { choices, stop, logprobs, .. } = generation;
     if !(1..=MAX_CHOICES).contains(choices) {
         return Err(ApiError::invalid("n", format!("n is {choices}; use 1 to {MAX_CHOICES}")));
@@ -157,7 +180,7 @@ pub fn sampler(model: &Served, generation: &Generation) -> Result<Sampler, ApiEr
 /// # Errors
 /// If it can't be enforced.
 pub fn guide(
-    model: &Served,
+    model: &Facts,
     generation: &Generation,
     prepared: &Prepared,
     exchange: &Exchange,
@@ -199,7 +222,7 @@ pub fn guide(
 
 /// What the engine is asked for one choice.
 pub fn request(
-    model: &Served,
+    model: &Facts,
     generation: &Generation,
     prepared: &Prepared,
     sampler: Sampler,

@@ -11,7 +11,7 @@ use regex::Regex;
 use super::args::{AccessArgs, ServeArgs, TraceArgs};
 use super::lifecycle::{Lifecycle, Load, Loading, Phase};
 use super::listen::{self, Listener};
-use super::model::Served;
+use super::model::{Facts, Served};
 use super::router::router;
 use super::security::Security;
 use super::state::{App, Options, Server};
@@ -65,9 +65,13 @@ pub fn run(
         }
         let lifecycle = Arc::clone(&app.lifecycle);
         let leave = async move {
-            told_to_leave(supervised).await;
+            tokio::select! {
+                () = told_to_leave(supervised) => {}
+                () = first_load_failed(&lifecycle) => return,
+            }
             note(&"leaving: requests may end, nothing more is taken");
             lifecycle.drain();
+            tokio::spawn(hurry(supervised));
         };
         let drain = args.life.drain_timeout;
         let router = router(Arc::clone(&app));
@@ -212,9 +216,8 @@ fn load(
             Some(text) => Some(Grammars::new(text.shared_tok(), &stop_tokens)?),
             None => None,
         };
-        Ok(Served {
+        let facts = Facts {
             info: service.info(),
-            service,
             text,
             grammars,
             name: model,
@@ -222,7 +225,8 @@ fn load(
             defaults,
             stop_tokens,
             loaded: SystemTime::now(),
-        })
+        };
+        Ok(Served { service, facts: Arc::new(facts) })
     })
 }
 
@@ -239,8 +243,8 @@ fn tell(app: &App, place: String) {
                     served.name, served.info.device, served.info.context, served.info.lanes
                 ));
             }
-            Phase::Failed(what) => error(&what),
-            Phase::Loading(_) | Phase::Released => {}
+            // The command fails with the reason.
+            Phase::Failed(_) | Phase::Loading(_) | Phase::Released => {}
         }
     });
 }
@@ -251,6 +255,21 @@ async fn release_when_idle(lifecycle: Arc<Lifecycle>, idle: Duration) {
         if lifecycle.release_if_idle(idle) {
             note(&"idle: the model's memory was given back");
         }
+    }
+}
+
+/// A server whose model can't be loaded has nothing to serve.
+async fn first_load_failed(lifecycle: &Lifecycle) {
+    match lifecycle.settled().await {
+        Phase::Failed(_) => {}
+        _ => std::future::pending().await,
+    }
+}
+
+/// Whoever says it twice does not want to wait.
+async fn hurry(supervised: bool) {
+    if !supervised && tokio::signal::ctrl_c().await.is_ok() {
+        std::process::exit(i32::from(crate::interrupt::EXIT_STATUS));
     }
 }
 

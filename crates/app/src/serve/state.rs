@@ -8,7 +8,7 @@ use super::errors::ApiError;
 use super::exchange::Exchange;
 use super::generation::{Generation, Input};
 use super::lifecycle::{Lifecycle, Phase};
-use super::model::Served;
+use super::model::{Facts, Served};
 use super::openai::store::Responses;
 use super::security::Security;
 use crate::telemetry::Recorder;
@@ -80,11 +80,11 @@ impl Server {
     }
 
     /// Names under which the model is served, `*` left out.
-    pub fn names(&self, served: &Served) -> Vec<String> {
+    pub fn names(&self, facts: &Facts) -> Vec<String> {
         let names = self.options.model_names.iter().filter(|name| *name != "*").cloned();
         let mut names: Vec<String> = names.collect();
         if names.is_empty() {
-            names.push(served.name.clone());
+            names.push(facts.name.clone());
         }
         names
     }
@@ -95,13 +95,32 @@ impl Server {
     /// # Errors
     /// If there is no such model, or no model now.
     pub async fn model(&self, asked: Option<&str>) -> Result<(Arc<Served>, String), ApiError> {
+        // A name that is not served loads nothing.
+        if self.lifecycle.facts().is_ok() {
+            self.about(asked)?;
+        }
         let served = self.lifecycle.model().await?;
-        let names = self.names(&served);
+        let name = self.name(&served, asked)?;
+        Ok((served, name))
+    }
+
+    /// The same for requests that need no answer of the model, and don't load it.
+    ///
+    /// # Errors
+    /// If there is no such model, or none was ever loaded.
+    pub fn about(&self, asked: Option<&str>) -> Result<(Arc<Facts>, String), ApiError> {
+        let facts = self.lifecycle.facts()?;
+        let name = self.name(&facts, asked)?;
+        Ok((facts, name))
+    }
+
+    fn name(&self, facts: &Facts, asked: Option<&str>) -> Result<String, ApiError> {
+        let mut names = self.names(facts);
         let any = self.options.model_names.iter().any(|name| name == "*");
         match asked {
-            None | Some("") => Ok((served, names[0].clone())),
-            Some(asked) if names.iter().any(|name| name == asked) => Ok((served, asked.to_owned())),
-            Some(_) if any => Ok((served, names[0].clone())),
+            None | Some("") => Ok(names.swap_remove(0)),
+            Some(asked) if names.iter().any(|name| name == asked) => Ok(asked.to_owned()),
+            Some(_) if any => Ok(names.swap_remove(0)),
             Some(asked) => Err(unknown_model(asked, &names)),
         }
     }

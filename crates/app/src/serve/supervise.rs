@@ -37,8 +37,9 @@ const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// An engine that ran this long did not crash because of how it was started.
 const GOOD_RUN: Duration = Duration::from_secs(60);
-/// Exit statuses that a second try would not change: a wrong command line.
-const HOPELESS: [i32; 1] = [2];
+/// Exit statuses that a second try would not change: a wrong command line, a model that can't be
+/// loaded.
+const HOPELESS: [i32; 2] = [2, 3];
 /// Headers that concern one connection alone.
 const HOP_BY_HOP: [HeaderName; 5] = [
     header::CONNECTION,

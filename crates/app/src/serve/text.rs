@@ -42,8 +42,8 @@ pub async fn tokenize(
     State(app): State<App>,
     Json(request): Json<TokenizeRequest>,
 ) -> Result<axum::Json<Tokenized>, ApiError> {
-    let (served, _) = app.model(None).await?;
-    let text = served.text()?;
+    let (facts, _) = app.about(None)?;
+    let text = facts.text()?;
     let failed = |e: crate::text::tokenizer::TokenizerError| {
         ApiError::bad_request("tokenizer_failed", e.what)
     };
@@ -92,8 +92,8 @@ pub async fn detokenize(
     State(app): State<App>,
     Json(request): Json<DetokenizeRequest>,
 ) -> Result<axum::Json<Detokenized>, ApiError> {
-    let (served, _) = app.model(None).await?;
-    let tok = served.text()?.tok();
+    let (facts, _) = app.about(None)?;
+    let tok = facts.text()?.tok();
     if let Some(id) = request.tokens.iter().find(|&&id| id as usize >= tok.id_count()) {
         let what = format!("token {id} is not in the vocabulary of {}", tok.id_count());
         return Err(ApiError::invalid("tokens", what));
@@ -132,7 +132,7 @@ pub async fn apply_template(
     State(app): State<App>,
     Json(request): Json<TemplateRequest>,
 ) -> Result<axum::Json<Rendered>, ApiError> {
-    let (served, _) = app.model(None).await?;
+    let (facts, _) = app.about(None)?;
     let chat = Chat {
         messages: conversation(&request.messages)?,
         tools: tools(request.tools.as_deref().unwrap_or_default())?,
@@ -140,6 +140,6 @@ pub async fn apply_template(
         template: request.chat_template_kwargs.unwrap_or_default(),
         ..Chat::default()
     };
-    let prompt = prepare::render(served.text()?, &chat)?;
+    let prompt = prepare::render(facts.text()?, &chat)?;
     Ok(axum::Json(Rendered { prompt: prompt.text.text().into_owned(), notes: prompt.notes }))
 }

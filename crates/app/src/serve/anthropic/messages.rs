@@ -188,9 +188,9 @@ pub async fn count_tokens(
     Extension(exchange): Extension<Exchange>,
     Json(request): Json<MessagesRequest>,
 ) -> Result<axum::Json<TokenCount>, ApiError> {
-    let (served, _) = app.model(request.model.as_deref()).await?;
+    let (facts, _) = app.about(request.model.as_deref())?;
     let input = Input::Chat(request.chat()?);
-    let count = move || prepare::prompt(&served, &input, &exchange).map(|prompt| prompt.ids.len());
+    let count = move || prepare::prompt(&facts, &input, &exchange).map(|prompt| prompt.ids.len());
     let counted = tokio::task::spawn_blocking(count).await;
     let input_tokens = counted.map_err(|_| ApiError::server("internal", "counting failed"))??;
     Ok(axum::Json(TokenCount { input_tokens }))

@@ -10,15 +10,15 @@ use utoipa::ToSchema;
 use super::chat::bare;
 use crate::serve::body::{Json, RequestBody};
 use crate::serve::errors::ApiError;
-use crate::serve::model::Served;
+use crate::serve::model::Facts;
 use crate::serve::state::App;
 
 /// Lists the models.
 #[utoipa::path(get, path = "/api/tags", tag = "Ollama",
     responses((status = 200, description = "The models")))]
 pub async fn tags(State(app): State<App>) -> Result<Reply<Value>, ApiError> {
-    let (served, _) = app.model(None).await?;
-    let models: Vec<Value> = app.names(&served).iter().map(|name| entry(name, &served)).collect();
+    let (facts, _) = app.about(None)?;
+    let models: Vec<Value> = app.names(&facts).iter().map(|name| entry(name, &facts)).collect();
     Ok(Reply(json!({"models": models})))
 }
 
@@ -39,23 +39,23 @@ pub async fn running(State(app): State<App>) -> Reply<Value> {
     Reply(json!({"models": models}))
 }
 
-fn entry(name: &str, served: &Served) -> Value {
-    let loaded = Timestamp::try_from(served.loaded).unwrap_or_default();
+fn entry(name: &str, facts: &Facts) -> Value {
+    let loaded = Timestamp::try_from(facts.loaded).unwrap_or_default();
     json!({
         "name": name,
         "model": name,
         "modified_at": loaded.to_string(),
-        "size": served.info.memory.weights,
+        "size": facts.info.memory.weights,
         "digest": "",
-        "details": details(served),
+        "details": details(facts),
     })
 }
 
-fn details(served: &Served) -> Value {
+fn details(facts: &Facts) -> Value {
     json!({
         "format": "th-engine",
-        "family": served.name,
-        "families": [served.name],
+        "family": facts.name,
+        "families": [facts.name],
         "parameter_size": "",
         "quantization_level": "",
     })
@@ -81,7 +81,7 @@ pub async fn show(
     State(app): State<App>,
     Json(request): Json<ShowRequest>,
 ) -> Result<Reply<Value>, ApiError> {
-    let (served, _) = app.model(bare(request.model.as_deref())).await?;
+    let (served, _) = app.about(bare(request.model.as_deref()))?;
     let templates = served.text.as_ref().map(|text| text.templates());
     let template = templates.and_then(|templates| templates.choose(false));
     let mut capabilities = vec!["completion"];

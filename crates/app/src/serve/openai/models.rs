@@ -7,10 +7,10 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use crate::serve::errors::ApiError;
-use crate::serve::model::Served;
+use crate::serve::model::Facts;
 use crate::serve::state::{App, Server};
 
-/// The models that are served.
+/// The models that are facts.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 pub struct ModelList {
     /// `list`.
@@ -52,14 +52,14 @@ pub struct Model {
 }
 
 impl Model {
-    fn new(id: String, served: &Served) -> Model {
-        let loaded = Timestamp::try_from(served.loaded).unwrap_or_default();
-        let context = served.info.context;
+    fn new(id: String, facts: &Facts) -> Model {
+        let loaded = Timestamp::try_from(facts.loaded).unwrap_or_default();
+        let context = facts.info.context;
         Model {
             id,
             object: "model",
             kind: "model",
-            display_name: served.name.clone(),
+            display_name: facts.name.clone(),
             created: loaded.as_second().unsigned_abs(),
             created_at: loaded.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
             owned_by: "th-engine",
@@ -70,10 +70,10 @@ impl Model {
     }
 }
 
-/// The models that are served.
-pub fn list(server: &Server, served: &Served) -> ModelList {
+/// The models that are facts.
+pub fn list(server: &Server, facts: &Facts) -> ModelList {
     let data: Vec<Model> =
-        server.names(served).into_iter().map(|id| Model::new(id, served)).collect();
+        server.names(facts).into_iter().map(|id| Model::new(id, facts)).collect();
     ModelList {
         object: "list",
         has_more: false,
@@ -87,8 +87,8 @@ pub fn list(server: &Server, served: &Served) -> ModelList {
 #[utoipa::path(get, path = "/v1/models", tag = "OpenAI",
     responses((status = 200, description = "The models", body = ModelList)))]
 pub async fn list_models(State(app): State<App>) -> Result<Json<ModelList>, ApiError> {
-    let (served, _) = app.model(None).await?;
-    Ok(Json(list(&app, &served)))
+    let (facts, _) = app.about(None)?;
+    Ok(Json(list(&app, &facts)))
 }
 
 /// Describes a model.
@@ -100,8 +100,8 @@ pub async fn show_model(
     State(app): State<App>,
     Path(asked): Path<String>,
 ) -> Result<Json<Model>, ApiError> {
-    let (served, name) = app.model(Some(&asked)).await?;
-    Ok(Json(Model::new(name, &served)))
+    let (facts, name) = app.about(Some(&asked))?;
+    Ok(Json(Model::new(name, &facts)))
 }
 
 /// Describes a model whose name has a slash.

@@ -290,3 +290,42 @@ async fn the_prompt_of_a_request_can_be_seen() {
     let wrong = rig.post("/detokenize", &json!({"tokens": [9_999_999]})).await;
     assert_eq!(wrong.status, StatusCode::BAD_REQUEST);
 }
+
+#[tokio::test]
+async fn what_a_template_does_not_know_is_said() {
+    let rig = Rig::saying("</think>ok");
+    let fields = json!({"reasoning_effort": "high", "chat_template_kwargs": {"flavour": 1}});
+    let notes = rig.chat(&fields).await.header("x-th-notes").to_owned();
+    assert!(notes.contains("knows no levels") && notes.contains("chat_template_kwargs.flavour"), "{notes}");
+    assert_eq!(rig.chat(&json!({"enable_thinking": true})).await.header("x-th-notes"), "");
+}
+
+#[tokio::test]
+async fn formats_and_forced_calls_become_constraints() {
+    let rig = Rig::saying("</think>{}");
+    let schema = json!({"name": "x", "schema": {"type": "object"}});
+    for fields in [
+        json!({"response_format": {"type": "json_object"}}),
+        json!({"response_format": {"type": "json_schema", "json_schema": schema}}),
+        json!({"response_format": {"type": "regex", "pattern": "[a-z]+"}}),
+        json!({"response_format": {"type": "grammar", "grammar": "start: \"a\""}}),
+        json!({"tools": weather(), "tool_choice": "required"}),
+        json!({"tools": weather(), "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        json!({"thinking_budget": 5}),
+    ] {
+        let reply = rig.chat(&fields).await;
+        assert_eq!(reply.status, StatusCode::OK, "{fields} {}", reply.text);
+        assert!(rig.engine.seen().requests.last().unwrap().constrained, "{fields}");
+    }
+    rig.chat(&json!({"tools": weather()})).await;
+    assert!(!rig.engine.seen().requests.last().unwrap().constrained);
+    for fields in [
+        json!({"response_format": {"type": "regex", "pattern": "("}}),
+        json!({"response_format": {"type": "grammar", "grammar": "start: nothing"}}),
+        json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "("}, "strict": true}}}),
+    ] {
+        let reply = rig.chat(&fields).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{fields} {}", reply.text);
+        assert_eq!(reply.json()["error"]["param"], "response_format");
+    }
+}

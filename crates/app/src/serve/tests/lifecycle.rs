@@ -81,6 +81,14 @@ async fn an_idle_model_is_released_and_loaded_again() {
     let health = rig.get("/health").await;
     assert_eq!((health.status, health.json()["status"].clone()), (StatusCode::OK, json!("released")));
     assert_eq!(rig.get("/ready").await.status, StatusCode::SERVICE_UNAVAILABLE);
+    // What is known of it can be asked, without loading it.
+    for path in ["/v1/models", "/api/tags", "/status"] {
+        assert_eq!(rig.get(path).await.status, StatusCode::OK, "{path}");
+    }
+    let count = rig.post("/v1/messages/count_tokens", &super::rig::chat(&json!({}))).await;
+    assert_eq!(count.status, StatusCode::OK);
+    assert_eq!(rig.chat(&json!({"model": "no-such"})).await.status, StatusCode::NOT_FOUND);
+    assert!(matches!(rig.app.phase(), Phase::Released));
     // Many requests at once load it once.
     let fields = json!({});
     let (a, b) = tokio::join!(rig.chat(&fields), rig.chat(&fields));

@@ -11,3 +11,4 @@ mod rig;
 mod scripted;
 mod security;
 mod streaming;
+mod traces;

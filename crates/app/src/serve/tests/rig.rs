@@ -15,7 +15,7 @@ use tower::ServiceExt;
 
 use super::scripted::{Act, Scripted};
 use crate::serve::lifecycle::Lifecycle;
-use crate::serve::model::Served;
+use crate::serve::model::{Facts, Served};
 use crate::serve::router::router;
 use crate::serve::security::Security;
 use crate::serve::state::{App, Options, Server};
@@ -180,17 +180,22 @@ pub(super) fn served(engine: Arc<Scripted>) -> Served {
     let sources = [("default".to_owned(), TEMPLATE.to_owned())];
     let templates = Templates::parse("t", &sources, jiff::Zoned::now).unwrap();
     let tok: Arc<dyn Tok> = TOK.clone();
-    Served {
+    let text = ChatText::new(tok.clone(), templates, serde_json::Map::new());
+    let facts = Facts {
         info: engine.info(),
-        service: engine,
-        text: Some(Arc::new(ChatText::new(tok.clone(), templates, serde_json::Map::new()))),
+        text: Some(Arc::new(text)),
         grammars: Some(Grammars::new(tok, &[EOS]).unwrap()),
         name: "scripted".into(),
         draft: None,
-        defaults: SamplingDefaults { temperature: Some(0.6), top_k: Some(20), ..SamplingDefaults::default() },
+        defaults: SamplingDefaults {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            ..SamplingDefaults::default()
+        },
         stop_tokens: vec![EOS],
         loaded: SystemTime::UNIX_EPOCH,
-    }
+    };
+    Served { service: engine, facts: Arc::new(facts) }
 }
 
 /// Replaces what differs from run to run.
