@@ -315,7 +315,7 @@ impl Steps {
         let (first, last) = (self.steps.first()?, self.steps.last()?);
         let mut whole = timeline.span(name, first.from, last.to);
         let sum = self.sum();
-        whole.attributes = attributes([("tokens", sum.tokens.into()), (part, sum.count.into())]);
+        whole.attributes = attributes([("tokens", sum.tokens.into()), ("count", sum.count.into())]);
         whole.children.extend(self.steps.iter().map(|step| {
             let mut span = timeline.span(part, step.from, step.to);
             span.attributes = attributes([
