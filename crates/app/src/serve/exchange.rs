@@ -59,9 +59,13 @@ struct Open {
 
 impl Exchange {
     /// A request that has just arrived.
-    pub fn begin(trace: Option<RequestTrace>) -> Exchange {
+    pub fn begin(mut trace: Option<RequestTrace>) -> Exchange {
+        let id = ids::fresh("req_");
+        if let Some(trace) = &mut trace {
+            trace.record.request_id.clone_from(&id);
+        }
         let open = Mutex::new(Open { trace, ..Open::default() });
-        Exchange(Arc::new(Inner { id: ids::fresh("req_"), arrived: Instant::now(), open }))
+        Exchange(Arc::new(Inner { id, arrived: Instant::now(), open }))
     }
 
     /// Its id.

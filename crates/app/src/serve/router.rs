@@ -15,7 +15,7 @@ use utoipa_axum::routes;
 use super::errors::{self, ApiError};
 use super::state::App;
 use super::{anthropic, exchange, health, ollama, openai, page, security, text};
-use crate::telemetry::ErrorClass;
+use crate::telemetry::{self, ErrorClass};
 
 /// The description of all routes.
 #[derive(OpenApi)]
@@ -31,7 +31,7 @@ pub fn router(app: App) -> Router {
     let (routes, document) = documented().split_for_parts();
     let document = axum::Json(document);
     let routes = routes
-        .merge(crate::telemetry::routes::routes(app.recorder.clone()))
+        .merge(telemetry::routes::routes(app.recorder.clone()))
         .merge(page::routes())
         // Repository ids have a slash, which a path of one segment can't say.
         .route("/v1/models/{owner}/{name}", get(openai::models::show_model_of_owner))
@@ -54,7 +54,8 @@ pub fn document() -> Document {
 }
 
 fn documented() -> OpenApiRouter<App> {
-    OpenApiRouter::with_openapi(Description::openapi())
+    let description = Description::openapi().merge_from(telemetry::routes::document());
+    OpenApiRouter::with_openapi(description)
         .routes(routes!(openai::chat::chat_completions))
         .routes(routes!(openai::completions::completions))
         .routes(routes!(openai::responses::handlers::create_response))

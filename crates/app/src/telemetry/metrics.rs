@@ -274,11 +274,11 @@ impl Writer<'_> {
         self.gauge("round_floor_seconds", floor_help, floor)?;
         self.memory(&info.memory)?;
         for (name, help, count) in [
-            ("engine_requests_accepted", "Requests that the engine took", stats.accepted),
-            ("engine_requests_refused", "Requests that it refused", stats.refused),
-            ("engine_requests_completed", "Requests that ended well", stats.completed),
-            ("engine_requests_cancelled", "Requests cancelled or past a deadline", stats.cancelled),
-            ("engine_requests_failed", "Requests that failed", stats.failed),
+            ("scheduler_requests_accepted", "Requests that the scheduler took", stats.accepted),
+            ("scheduler_requests_refused", "Requests that it refused", stats.refused),
+            ("scheduler_requests_completed", "Requests that ended well", stats.completed),
+            ("scheduler_requests_cancelled", "Requests cancelled or past a deadline", stats.cancelled),
+            ("scheduler_requests_failed", "Requests that failed", stats.failed),
             ("prompt_tokens", "Prompt tokens of requests that got a lane", stats.prompt_tokens),
             ("cached_tokens", "Of these, not computed", stats.cached_tokens),
             ("output_tokens", "Tokens emitted", stats.output_tokens),
@@ -287,7 +287,7 @@ impl Writer<'_> {
             ("proposals", "Proposals verified", stats.proposed),
             ("proposals_accepted", "Proposals accepted", stats.accepted_proposals),
             ("checkpoints_evicted", "Checkpoints evicted", stats.evictions),
-            ("engine_restarts", "Times that the engine's loop was rebuilt", stats.restarts),
+            ("scheduler_restarts", "Times that the scheduler was rebuilt", stats.restarts),
         ] {
             self.counter(name, help, count)?;
         }
@@ -309,6 +309,7 @@ impl Writer<'_> {
             ("draft", memory.draft),
             ("kv", memory.kv),
             ("state", memory.state),
+            ("snapshots", memory.snapshots),
         ] {
             let labels = [("kind", kind)];
             ConstGauge::new(bytes as f64).encode(encoder.encode_family(&labels)?)?;

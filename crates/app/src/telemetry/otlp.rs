@@ -196,7 +196,7 @@ impl Poster {
         }
         let post = post.config().timeout_global(Some(timeout)).build();
         let response = post.send(body).map_err(|error| PostError {
-            reason: format!("the collector can't be reached: {error}"),
+            reason: format!("the collector can't be reached: {}", told(&error)),
             again: true,
         })?;
         // Statuses that the protocol says to try again after.
@@ -207,6 +207,17 @@ impl Poster {
                 again: matches!(status, 429 | 502 | 503 | 504),
             }),
         }
+    }
+}
+
+/// What went wrong, without the address: it may have a password in it, and this is shown.
+fn told(error: &ureq::Error) -> String {
+    match error {
+        ureq::Error::Io(error) => error.kind().to_string(),
+        ureq::Error::Timeout(_) => "it takes too long".into(),
+        ureq::Error::HostNotFound => "no such host".into(),
+        ureq::Error::BadUri(_) => "its address makes no sense".into(),
+        _ => "the connection failed".into(),
     }
 }
 

@@ -143,9 +143,13 @@ impl Recorder {
         let waiting_bytes = self.shared.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
         let room =
             waiting < MAX_WAITING && waiting_bytes.saturating_add(bytes) <= MAX_WAITING_BYTES;
-        if !room || queue.send(Message::Record(Box::new(record))).is_err() {
-            self.shared.left(1, bytes);
-            self.shared.lost.fetch_add(1, Ordering::Relaxed);
+        if room && queue.send(Message::Record(Box::new(record))).is_ok() {
+            return;
+        }
+        self.shared.left(1, bytes);
+        self.shared.lost.fetch_add(1, Ordering::Relaxed);
+        if room {
+            self.shared.failed("the thread that writes traces has stopped".into());
         }
     }
 

@@ -10,6 +10,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::json;
+use utoipa::{IntoParams, OpenApi};
 
 use super::metrics::CONTENT_TYPE;
 use super::recorder::Recorder;
@@ -34,18 +35,39 @@ pub fn routes<S: Clone + Send + Sync + 'static>(recorder: Arc<Recorder>) -> Rout
         .with_state(recorder)
 }
 
+#[derive(OpenApi)]
+#[openapi(paths(list, stats, one, metrics))]
+struct Description;
+
+/// The part of the OpenAPI document that is about these routes.
+pub fn document() -> utoipa::openapi::OpenApi {
+    Description::openapi()
+}
+
 /// The query of `/traces` and `/traces/stats`.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, IntoParams)]
 #[serde(default, deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
 struct Asked {
+    /// Only requests begun since: `15m`, `2h`, `7d` ago, a time, or microseconds since 1970.
     since: Option<String>,
+    /// Only requests begun before.
     before: Option<String>,
+    /// Only requests of this client.
     client: Option<String>,
+    /// Only requests of this conversation.
     session: Option<String>,
+    /// Only requests on this route.
     endpoint: Option<String>,
+    /// Only requests that this model answered.
     model: Option<String>,
+    /// Only requests that ended so: `ok`, `error`, or a class of errors.
     outcome: Option<String>,
+    /// The most requests of a list; 50 if absent.
+    #[param(maximum = 1000)]
     limit: Option<usize>,
+    /// Intervals of the course of statistics; none if absent.
+    #[param(maximum = 500)]
     intervals: Option<usize>,
 }
 
@@ -84,6 +106,11 @@ fn asked(query: AskedQuery) -> Result<Asked, ApiError> {
     }
 }
 
+/// Requests, the newest first.
+#[utoipa::path(get, path = "/traces", tag = "Server", params(Asked),
+    responses((status = 200, description = "`traces`, and `next_before` where the next page begins"),
+              (status = 400, description = "A query that makes no sense"),
+              (status = 404, description = "This server keeps no traces")))]
 async fn list(
     State(recorder): State<Arc<Recorder>>,
     query: AskedQuery,
@@ -100,6 +127,11 @@ async fn list(
     Ok(Json(json!({ "traces": traces, "next_before": next })).into_response())
 }
 
+/// All requests of a trace, with what their time went to.
+#[utoipa::path(get, path = "/traces/{id}", tag = "Server",
+    params(("id" = String, Path, description = "A trace id or a span id")),
+    responses((status = 200, description = "`requests`"),
+              (status = 404, description = "There is no such trace")))]
 async fn one(
     State(recorder): State<Arc<Recorder>>,
     Path(id): Path<String>,
@@ -114,6 +146,12 @@ async fn one(
     Ok(Json(json!({ "id": id, "requests": requests })).into_response())
 }
 
+/// Percentiles, rates and shares: in all, by model and by client, of the last hour unless `since`
+/// says otherwise.
+#[utoipa::path(get, path = "/traces/stats", tag = "Server", params(Asked),
+    responses((status = 200, description = "`stats`"),
+              (status = 400, description = "A query that makes no sense"),
+              (status = 404, description = "This server keeps no traces")))]
 async fn stats(
     State(recorder): State<Arc<Recorder>>,
     query: AskedQuery,
@@ -135,6 +173,9 @@ async fn stats(
     Ok(Json(body).into_response())
 }
 
+/// Metrics in Prometheus's text format.
+#[utoipa::path(get, path = "/metrics", tag = "Server",
+    responses((status = 200, description = "The metrics", content_type = "text/plain")))]
 async fn metrics(State(recorder): State<Arc<Recorder>>) -> Response {
     ([(header::CONTENT_TYPE, CONTENT_TYPE)], recorder.metrics().text()).into_response()
 }

@@ -127,3 +127,18 @@ async fn metrics_are_text() {
     assert!(text.contains("# TYPE th_engine_requests_total counter"), "{text}");
     assert!(text.contains("th_engine_traces_written_total 1\n"), "{text}");
 }
+
+#[tokio::test]
+async fn the_document_names_every_route() {
+    let record = answered(now_us());
+    let (_scratch, router) = server(std::slice::from_ref(&record));
+    let document = serde_json::to_value(document()).unwrap();
+    let paths = document["paths"].as_object().unwrap();
+    assert_eq!(paths.len(), 4);
+    for path in paths.keys() {
+        let uri = path.replace("{id}", &record.span_id.to_string());
+        assert_eq!(get_text(&router, &uri).await.0, StatusCode::OK, "{path}");
+    }
+    let parameters = document["paths"]["/traces"]["get"]["parameters"].as_array().unwrap();
+    assert!(parameters.iter().any(|p| p["name"] == "since" && p["in"] == "query"));
+}

@@ -202,6 +202,10 @@ fn a_file_that_is_no_store_is_told_apart() {
 fn only_its_user_may_read_it() {
     use std::os::unix::fs::PermissionsExt;
     let scratch = Scratch::new();
+    // One that was readable by others is not any more.
+    std::fs::write(scratch.store().path, "").unwrap();
+    let open = std::fs::Permissions::from_mode(0o644);
+    std::fs::set_permissions(scratch.store().path, open).unwrap();
     let mut store = Store::open(&scratch.store()).unwrap();
     stored(&mut store, &[answered(1)]);
     let mut files = 0;

@@ -122,7 +122,7 @@ impl Service for Figures {
             block: 8,
             queue: 64,
             device: "test".into(),
-            memory: MemoryBytes { weights: 1000, draft: 100, kv: 10, state: 1, snapshots: 0 },
+            memory: MemoryBytes { weights: 1000, draft: 100, ..MemoryBytes::default() },
             round_bytes: 3_000,
             read_bandwidth: 1_000_000.0,
         }

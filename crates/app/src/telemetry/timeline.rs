@@ -95,7 +95,9 @@ impl Timeline {
         micros(at.saturating_duration_since(self.origin))
     }
 
+    /// A wait that is told to be longer than the request is old began with it.
     fn span(&self, name: &str, from: Instant, to: Instant) -> Span {
+        let from = from.max(self.origin);
         Span {
             name: name.to_owned(),
             start_us: self.since(from),
@@ -313,7 +315,7 @@ impl Steps {
         let (first, last) = (self.steps.first()?, self.steps.last()?);
         let mut whole = timeline.span(name, first.from, last.to);
         let sum = self.sum();
-        whole.attributes = attributes([("tokens", sum.tokens.into()), (part, sum.count.into())]);
+        whole.attributes = attributes([("tokens", sum.tokens.into()), ("count", sum.count.into())]);
         whole.children.extend(self.steps.iter().map(|step| {
             let mut span = timeline.span(part, step.from, step.to);
             span.attributes = attributes([
@@ -329,7 +331,7 @@ impl Steps {
 
 /// Attributes, those left out that say nothing.
 fn attributes<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
-    let says = |value: &Value| *value != Value::from("") && *value != Value::from(0);
+    let says = |value: &Value| value.as_str() != Some("") && value.as_u64() != Some(0);
     pairs.into_iter().filter(|(_, value)| says(value)).map(|(k, v)| (k.to_owned(), v)).collect()
 }
 

@@ -152,6 +152,18 @@ fn choices_share_a_prompt_and_add_up_what_they_emit() {
 }
 
 #[test]
+fn a_wait_longer_than_the_request_stays_inside_it() {
+    let origin = Instant::now() + ms(1000);
+    let mut timeline = Timeline::begin(origin);
+    timeline.observe(0, &started(ms(500), 0), origin + ms(10));
+    timeline.observe(0, &tokens(1, 0), origin + ms(20));
+    let mut record = Record::default();
+    timeline.finish(&mut record, origin + ms(20));
+    check_nesting(&record.spans, 0, record.duration_us);
+    assert_eq!(named(&record.spans, "queue").duration_us, 10_000);
+}
+
+#[test]
 fn a_request_that_never_got_a_lane_only_waited() {
     let origin = Instant::now();
     let mut timeline = Timeline::begin(origin);

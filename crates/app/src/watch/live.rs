@@ -204,3 +204,58 @@ pub struct Traces {
     /// Traces lost.
     pub lost: u64,
 }
+
+#[cfg(test)]
+mod tests {
+    use axum::http::{HeaderMap, StatusCode};
+    use axum::routing::get;
+    use axum::{Json, Router};
+    use serde_json::json;
+
+    use super::*;
+
+    /// Where a server with these routes is.
+    fn server(router: Router) -> String {
+        let (sender, address) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(async {
+                let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+                sender.send(listener.local_addr().unwrap()).unwrap();
+                axum::serve(listener, router).await.unwrap();
+            });
+        });
+        format!("http://{}", address.recv().unwrap())
+    }
+
+    #[test]
+    fn a_server_is_asked_with_its_key() {
+        let status = |headers: HeaderMap| async move {
+            match headers.get("authorization").and_then(|key| key.to_str().ok()) {
+                Some("Bearer right") => Ok(Json(json!({"status": "ok", "lanes": {"total": 3}}))),
+                _ => Err(StatusCode::UNAUTHORIZED),
+            }
+        };
+        let url = server(Router::new().route("/status", get(status)));
+        let look = Client::new(&format!("{url}/"), Some("right".into())).look().unwrap();
+        assert_eq!((look.status.lanes.total, look.stats.is_none()), (3, true));
+        for key in [None, Some("wrong".to_owned())] {
+            let error = Client::new(&url, key).look().unwrap_err();
+            assert!(error.contains("TH_API_KEY"), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_server_is_told() {
+        let other = server(Router::new());
+        let error = Client::new(&other, None).look().unwrap_err();
+        assert!(error.contains("answered 404"), "{error}");
+        let text = server(Router::new().route("/status", get(|| async { "hello" })));
+        let error = Client::new(&text, None).look().unwrap_err();
+        assert!(error.contains("something else"), "{error}");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let nobody = format!("http://{}", listener.local_addr().unwrap());
+        drop(listener);
+        assert!(Client::new(&nobody, None).look().unwrap_err().contains(&nobody));
+    }
+}

@@ -55,9 +55,11 @@ pub fn run(args: &TopArgs, surroundings: &Surroundings) -> Result<(), Failure> {
     let looks = follow(client, interval);
     let mut view = View::new(&args.url);
     view.look(first);
-    let mut terminal = ratatui::init();
-    let result = show(&mut terminal, &mut view, &looks);
-    ratatui::restore();
+    let result = ratatui::try_init().and_then(|mut terminal| {
+        let result = show(&mut terminal, &mut view, &looks);
+        ratatui::restore();
+        result
+    });
     result.map_err(Failure::write)
 }
 

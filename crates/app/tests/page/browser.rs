@@ -15,19 +15,19 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 
 /// A browser with one page.
-pub struct Browser {
+pub(crate) struct Browser {
     child: Child,
     commands: ChildStdin,
     answers: Receiver<Value>,
     session: String,
     next: u64,
     /// What the page complained of: exceptions, errors of its console, violations of its policy.
-    pub complaints: Vec<String>,
+    pub(crate) complaints: Vec<String>,
 }
 
 impl Browser {
     /// Starts the browser, with a folder of its own.
-    pub fn start(profile: &Path) -> Browser {
+    pub(crate) fn start(profile: &Path) -> Browser {
         let found = NAMES.iter().find(|name| {
             let version = Command::new(name).arg("--version").stderr(Stdio::null()).output();
             version.is_ok_and(|output| output.status.success())
@@ -71,7 +71,7 @@ impl Browser {
     }
 
     /// Sends a command; its result.
-    pub fn call(&mut self, method: &str, params: Value) -> Value {
+    pub(crate) fn call(&mut self, method: &str, params: Value) -> Value {
         self.next += 1;
         let mut command = json!({"id": self.next, "method": method, "params": params});
         if !self.session.is_empty() {
@@ -102,23 +102,33 @@ impl Browser {
     }
 
     /// Opens an address.
-    pub fn open(&mut self, url: &str) {
+    pub(crate) fn open(&mut self, url: &str) {
+        self.eval("window.before = true");
         self.call("Page.navigate", json!({"url": url}));
-        self.wait("document.readyState === 'complete'");
+        self.wait("window.before === undefined && document.readyState === 'complete'");
+    }
+
+    /// Loads the page again.
+    pub(crate) fn reload(&mut self) {
+        self.eval("window.before = true");
+        self.call("Page.reload", json!({}));
+        self.wait("window.before === undefined && document.readyState === 'complete'");
     }
 
     /// The value of an expression.
-    pub fn eval(&mut self, expression: &str) -> Value {
+    pub(crate) fn eval(&mut self, expression: &str) -> Value {
         let params = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let result = self.call("Runtime.evaluate", params);
         assert!(result["exceptionDetails"].is_null(), "{expression}: {result}");
         result["result"]["value"].clone()
     }
 
-    /// Waits until an expression is true.
-    pub fn wait(&mut self, expression: &str) {
+    /// Waits until an expression is true; one that can't be told yet is not.
+    pub(crate) fn wait(&mut self, expression: &str) {
         let until = Instant::now() + PATIENCE;
-        while self.eval(expression) != Value::Bool(true) {
+        let tried =
+            format!("(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()");
+        while self.eval(&tried) != Value::Bool(true) {
             if Instant::now() > until {
                 let text = self.eval("document.body.innerText");
                 panic!(
@@ -131,7 +141,7 @@ impl Browser {
     }
 
     /// Presses a key, as `KeyboardEvent.key` calls it.
-    pub fn press(&mut self, key: &str, shift: bool) {
+    pub(crate) fn press(&mut self, key: &str, shift: bool) {
         let (code, text) = match key {
             "Tab" => (9, ""),
             "Enter" => (13, "\r"),
@@ -153,12 +163,12 @@ impl Browser {
     }
 
     /// Types a text where the keyboard is.
-    pub fn type_text(&mut self, text: &str) {
+    pub(crate) fn type_text(&mut self, text: &str) {
         self.call("Input.insertText", json!({"text": text}));
     }
 
     /// Goes on with Tab until the element with this id has the keyboard.
-    pub fn tab_to(&mut self, id: &str) {
+    pub(crate) fn tab_to(&mut self, id: &str) {
         for _ in 0..60 {
             if self.eval("document.activeElement?.id ?? ''") == id {
                 return;
@@ -169,7 +179,7 @@ impl Browser {
     }
 
     /// Makes the window so wide and high, light or dark.
-    pub fn window(&mut self, width: u32, height: u32, scheme: &str) {
+    pub(crate) fn window(&mut self, width: u32, height: u32, scheme: &str) {
         let size =
             json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
         self.call("Emulation.setDeviceMetricsOverride", size);
@@ -178,7 +188,7 @@ impl Browser {
     }
 
     /// Keeps a picture of the whole page.
-    pub fn picture(&mut self, path: &Path) {
+    pub(crate) fn picture(&mut self, path: &Path) {
         let shot = json!({"format": "png", "captureBeyondViewport": true});
         let data = self.call("Page.captureScreenshot", shot);
         let engine = base64::engine::general_purpose::STANDARD;

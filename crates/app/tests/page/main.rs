@@ -15,6 +15,7 @@ use server::{KEY, Script};
 const LOG: &str = "document.getElementById('log').innerText";
 
 #[test]
+#[expect(clippy::disallowed_methods, reason = "an opt-in for a test that needs a browser")]
 fn the_page_in_a_browser() {
     if std::env::var_os("TH_BROWSER_TESTS").is_none() {
         eprintln!("skipped: set TH_BROWSER_TESTS=1 to run it");
@@ -74,9 +75,9 @@ fn chat_by_keyboard(browser: &mut Browser, script: &Script, folder: &Path) {
     );
     assert_eq!(browser.eval("document.querySelectorAll('#log table td strong').length"), 1);
     assert_eq!(browser.eval("document.querySelector('#log details').open"), false);
-    let live = browser.eval("document.getElementById('live').innerText");
-    let live = live.as_str().unwrap();
-    assert!(live.contains("90.0 tok/s") && live.contains("3.00 tokens/round"), "{live}");
+    let figures = browser.eval("document.querySelector('#log .figures').innerText");
+    let figures = figures.as_str().unwrap();
+    assert!(figures.contains("90.0 tok/s") && figures.contains("3.00 tokens/round"), "{figures}");
     browser.picture(&folder.join("chat-light.png"));
     // Regenerate: the same question, a new answer.
     browser.tab_to("again");
@@ -105,8 +106,7 @@ fn chat_by_keyboard(browser: &mut Browser, script: &Script, folder: &Path) {
     idle(browser);
     assert_eq!(browser.eval(&format!("{LOG}.includes('the script says so <i>')")), true);
     // A reload keeps the conversation of this tab.
-    browser.eval("location.reload()");
-    browser.wait("document.readyState === 'complete'");
+    browser.reload();
     browser.wait(&format!("{LOG}.includes('word10')"));
     browser.tab_to("fresh");
     browser.press("Enter", false);
@@ -164,6 +164,9 @@ fn observability_by_keyboard(browser: &mut Browser, folder: &Path) {
     );
     assert_eq!(bars, true, "a bar leaves its track");
     browser.picture(&folder.join("observe-light.png"));
+    browser.press("Escape", false);
+    browser.wait("document.getElementById('trace').hidden");
+    assert_eq!(browser.eval("document.activeElement.closest('#requests tbody') !== null"), true);
     browser.tab_to("older");
     browser.press("Enter", false);
     browser.wait("!document.getElementById('newest').disabled");

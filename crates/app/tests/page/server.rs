@@ -21,22 +21,22 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 
 /// The key that is asked for while [`Script::wants_key`].
-pub const KEY: &str = "open sesame";
+pub(crate) const KEY: &str = "open sesame";
 
 /// What the server does.
 #[derive(Default)]
-pub struct Script {
+pub(crate) struct Script {
     /// Whether requests must carry [`KEY`].
-    pub wants_key: AtomicBool,
+    pub(crate) wants_key: AtomicBool,
     /// Chat requests so far.
-    pub chats: AtomicU64,
+    pub(crate) chats: AtomicU64,
     /// Streams that the page left before their end.
-    pub left: AtomicU64,
+    pub(crate) left: AtomicU64,
     tokens: AtomicU64,
 }
 
 /// Starts the server on a thread of its own.
-pub fn start(folder: &Path, script: Arc<Script>) -> SocketAddr {
+pub(crate) fn start(folder: &Path, script: Arc<Script>) -> SocketAddr {
     let store = Some(StoreOptions::at(folder.join("traces.db")));
     let options = RecorderOptions { store, ..RecorderOptions::default() };
     let recorder = Recorder::start(options, Arc::new(Metrics::new()));

@@ -120,7 +120,7 @@ function liveFigures(message) {
     if (last && chat.stopper && now.rounds > last.rounds) {
       const tokens = now.output - last.output;
       const rate = (tokens * 1000) / (now.at - last.at);
-      tell(`${number(rate)} tok/s · ${number(tokens / (now.rounds - last.rounds), 2)} tokens/round`);
+      tell(`the server gives ${number(rate)} tok/s · ${number(tokens / (now.rounds - last.rounds), 2)} tokens/round`);
     }
     last = now;
   };
@@ -131,7 +131,7 @@ function liveFigures(message) {
     token: () => { message.first ??= performance.now() - begun; },
     end: () => {
       clearInterval(timer);
-      tell(message.timings ? timingsLine(message) : "");
+      tell("");
     },
   };
 }
@@ -143,7 +143,7 @@ function timingsLine({ timings, first }) {
     timings.rounds ? `${number(timings.tokens_per_round, 2)} tokens/round` : null,
     `first token ${duration(first)}`,
     `prompt ${timings.prompt_n + timings.cache_n} (${timings.cache_n} cached)`,
-    Number.isFinite(timings.floor_share) ? `floor ${share(timings.floor_share)}` : null,
+    Number.isFinite(timings.floor_share) ? `${share(timings.floor_share)} of the floor's rate` : null,
   ];
   return parts.filter(Boolean).join(" · ");
 }

@@ -11,6 +11,7 @@ function choose(name) {
     $(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
   }
   if (name === "watch") lookAtTraces();
+  else $("log").scrollTop = $("log").scrollHeight;
   if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
 }
 

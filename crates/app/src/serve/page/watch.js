@@ -1,6 +1,6 @@
 // The observability tab: how the server is now, was lately, and what each request's time went to.
 
-const watching = { before: null, status: null, timer: null, shown: null };
+const watching = { before: null, status: null };
 
 function tile(name, value, bad = false) {
   return make("div", { class: "tile" }, make("b", { class: bad ? "bad" : null }, value), make("span", {}, name));
@@ -107,14 +107,26 @@ async function openTrace(id) {
   const place = $("trace");
   try {
     const { requests } = await askJson(`/traces/${id}`);
-    watching.shown = id;
-    place.replaceChildren(...requests.flatMap(traceNodes));
+    place.replaceChildren(closeButton(id), ...requests.flatMap(traceNodes));
   } catch (error) {
     place.replaceChildren(make("p", { class: "bad" }, error.message));
   }
   place.hidden = false;
   place.focus();
   place.scrollIntoView({ block: "nearest" });
+}
+
+/** Leaves the trace, back to where it was opened. */
+function closeTrace(id) {
+  $("trace").hidden = true;
+  ($("requests").querySelector(`[data-id="${CSS.escape(id)}"]`) ?? $("range")).focus();
+}
+
+function closeButton(id) {
+  $("trace").onkeydown = (event) => {
+    if (event.key === "Escape") closeTrace(id);
+  };
+  return make("button", { type: "button", class: "close", on: { click: () => closeTrace(id) } }, "Close");
 }
 
 function traceNodes(r) {
