@@ -9,6 +9,7 @@ pub mod config;
 pub mod device;
 pub mod forecast;
 pub mod generate;
+pub mod hub;
 pub mod inspect;
 pub mod interrupt;
 pub mod local;
@@ -95,8 +96,18 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) 
 }
 
 fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
-    let request = cli.load_request(&Surroundings::read()).map_err(Failure::Load)?;
+    let surroundings = Surroundings::read();
+    let options = cli.hub_options(&surroundings);
     match &cli.command {
+        // These load no model.
+        Command::Pull(args) => return hub::commands::pull(args, &options),
+        Command::List(args) => return hub::commands::list(args, &options),
+        Command::Rm(args) => return hub::commands::rm(args, &options),
+        _ => {}
+    }
+    let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
+    match &cli.command {
+        Command::Pull(_) | Command::List(_) | Command::Rm(_) => Ok(()),
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
         Command::Inspect(args) => inspect::run(loader, &request, args),
