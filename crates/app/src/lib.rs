@@ -9,6 +9,7 @@ pub mod config;
 pub mod device;
 pub mod forecast;
 pub mod generate;
+pub mod hub;
 pub mod inspect;
 pub mod interrupt;
 pub mod local;
@@ -102,6 +103,7 @@ pub fn main_with(
 
 fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
     let surroundings = Surroundings::read();
+    let options = cli.hub_options(&surroundings);
     match &cli.command {
         // These look at servers, and load no model.
         Command::Traces(args) => {
@@ -112,11 +114,15 @@ fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
         Command::Serve(args) if args.print_config => {
             return write!(std::io::stdout(), "{}", args.effective).map_err(Failure::write);
         }
+        Command::Pull(args) => return hub::commands::pull(args, &options),
+        Command::List(args) => return hub::commands::list(args, &options),
+        Command::Rm(args) => return hub::commands::rm(args, &options),
         _ => {}
     }
     let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
     match &cli.command {
         Command::Traces(_) | Command::Top(_) | Command::Launch(_) => Ok(()),
+        Command::Pull(_) | Command::List(_) | Command::Rm(_) => Ok(()),
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
         Command::Serve(args) => serve::run::run(loader, &request, args, &surroundings),

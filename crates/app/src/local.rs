@@ -258,7 +258,11 @@ fn model_path(model: &ModelRef) -> PathBuf {
     }
 }
 
+/// What people call a model: its public name, else the name of its file or folder.
 fn file_name(path: &Path) -> String {
+    if let Some(repo) = crate::hub::cache::repo_of(path) {
+        return repo.to_string();
+    }
     path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into())
 }
 

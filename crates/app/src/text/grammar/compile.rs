@@ -40,8 +40,8 @@ fn limits() -> ParserLimits {
         initial_lexer_fuel: 1_000_000,
         max_grammar_size: 200_000,
         max_items_in_row: 2_000,
-        step_lexer_fuel: 100_000,
-        step_max_items: 50_000,
+        step_lexer_fuel: 50_000,
+        step_max_items: 20_000,
         // At 1 to 2 kB each.
         max_lexer_states: 50_000,
         precompute_large_lexemes: true,
@@ -218,6 +218,10 @@ pub(super) fn check_text(what: &str, text: &str) -> Result<(), GrammarError> {
 /// A message without line breaks and without what follows it for developers.
 pub(super) fn one_line(message: &str) -> String {
     let message = message.split("\n<backtrace>").next().unwrap_or(message);
+    let message = message.replace("<non-verbose/>", "");
+    if message.trim() == "NoExtensionBias" {
+        return "nothing that this model can write obeys it".into();
+    }
     let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(400) {
         Some((cut, _)) => format!("{}…", &line[..cut]),
