@@ -13,6 +13,7 @@ pub mod hub;
 pub mod inspect;
 pub mod interrupt;
 pub mod local;
+pub mod memory;
 pub mod profile;
 pub mod progress;
 pub mod run;

@@ -194,7 +194,11 @@ pub struct Sources {
 }
 
 impl Sources {
-    fn open(request: &LoadRequest) -> anyhow::Result<Sources> {
+    /// Opens what a request names.
+    ///
+    /// # Errors
+    /// Files that are not there or not what they should be.
+    pub fn open(request: &LoadRequest) -> anyhow::Result<Sources> {
         let path = model_path(&request.model);
         let target = TargetSource::open(&path)?;
         let draft = match &request.draft {
@@ -207,14 +211,32 @@ impl Sources {
         Ok(Sources { target, draft })
     }
 
+    /// The longest context that the model was made for.
+    pub fn longest_context(&self) -> usize {
+        self.target.spec().max_position_embeddings
+    }
+
     fn bytes(&self) -> anyhow::Result<u64> {
         let draft = self.draft.as_ref().map_or(Ok(0), DraftSource::matrix_bytes)?;
         Ok(self.target.matrix_bytes()? + draft)
     }
 }
 
-/// Loads weights and allocates lanes on any device.
+/// Loads weights and allocates one conversation's memory on any device.
 pub fn build<D: Device>(
+    dev: D,
+    options: EngineOptions,
+    sources: &Sources,
+    request: &LoadRequest,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> anyhow::Result<Engine<D>> {
+    let most = sources.longest_context().min(DEFAULT_CONTEXT);
+    let options = EngineOptions { context: request.context.unwrap_or(most), ..options };
+    build_with(dev, options, sources, request, progress)
+}
+
+/// Loads weights and allocates what the options say on any device.
+pub fn build_with<D: Device>(
     mut dev: D,
     options: EngineOptions,
     sources: &Sources,
@@ -236,18 +258,12 @@ pub fn build<D: Device>(
         None => None,
         Some(source) => Some(Draft::load(&mut dev, source, &mut report)?),
     };
-    let spec = sources.target.spec();
-    let context = match request.context {
-        Some(context) => context,
-        None => spec.max_position_embeddings.min(DEFAULT_CONTEXT),
-    };
     let drafter = match (&request.draft, &draft) {
         (_, Some(_)) => Drafter::DFlash,
-        (DraftRef::Ngram, None) => Drafter::host(Box::new(Ngram::with_capacity(context))),
+        (DraftRef::Ngram, None) => Drafter::host(Box::new(Ngram::with_capacity(options.context))),
         _ => Drafter::None,
     };
-    let adapt = !request.always_draft;
-    let options = EngineOptions { context, adapt, ..options };
+    let options = EngineOptions { adapt: !request.always_draft, ..options };
     Ok(Engine::new(dev, target, draft, drafter, options)?)
 }
 

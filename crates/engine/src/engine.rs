@@ -121,16 +121,15 @@ pub struct MemoryBytes {
     pub draft: u64,
     /// Pages of keys and values of all lanes, the draft's included.
     pub kv: u64,
-    /// Recurrent cells of all lanes, with their histories and pending rows.
+    /// Recurrent cells of all lanes, with their histories and pending rows, and those kept for the
+    /// prefix cache.
     pub state: u64,
-    /// Kept states of the prefix cache. Its pages are among `kv`.
-    pub snapshots: u64,
 }
 
 impl MemoryBytes {
     /// All of them.
     pub fn total(&self) -> u64 {
-        self.weights + self.draft + self.kv + self.state + self.snapshots
+        self.weights + self.draft + self.kv + self.state
     }
 }
 
@@ -280,17 +279,13 @@ impl<D: Device> Engine<D> {
             weights: sum(&mut bufs(self.target.pass_weights()).chain(embed)),
             draft: sum(&mut drafts().flat_map(|(d, _)| bufs(d.pass_weights())).chain(codebooks)),
             kv: sum(&mut pools.flat_map(|kv| [kv.keys, kv.values])),
-            state: sum(&mut cells.flat_map(|c| [c.history, c.state, c.pending])),
-            snapshots: sum(&mut self
-                .state
-                .cells
-                .iter()
-                .flat_map(|c| [c.saved_state, c.saved_history])),
+            state: sum(&mut cells
+                .flat_map(|c| [c.history, c.state, c.pending, c.saved_state, c.saved_history])),
         }
     }
 
     /// Runs on `dev` every kind of op that this engine will run: of a prefill pass, whole and at its
-    /// smallest, and of a round with the drafter and without.
+    /// smallest, and of a round with the drafter and without, of one lane and of all.
     pub fn rehearse(&self, dev: &mut dyn Device) {
         let (target, s) = (&self.target, &self.scratch);
         for rows in [self.options.chunk, PAGE_TOKENS, 1] {
@@ -300,16 +295,21 @@ impl<D: Device> Engine<D> {
                 model::draft_context(dev, draft, state, s.features, lanes);
             }
         }
-        for rows in [self.block, 1] {
-            let lanes = self.lanes(rows);
-            model::forward(dev, target, &self.state, s, lanes, Commit::Deferred, 0..rows);
-            if let Some((draft, state)) = self.draft.as_ref().filter(|_| rows == self.block) {
+        model::take_up(dev, target, &self.state, s, self.lanes(1));
+        for (count, each) in [(1, self.block), (1, 1), (self.options.slots, self.block)] {
+            let step = self.step.slice(0, count * size_of::<LaneStep>());
+            let lanes = Lanes { step, count, rows: count * each, max_rows: each };
+            model::forward(dev, target, &self.state, s, lanes, Commit::Deferred, 0..lanes.rows);
+            if let Some((draft, state)) = self.draft.as_ref().filter(|_| each == self.block) {
                 model::draft_context(dev, draft, state, s.features, lanes);
                 model::draft_block(dev, draft, target, state, lanes);
                 dev.run(&self.buffers.top_k(state, target, lanes));
                 dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
             }
-            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, false, lanes));
+            for masked in [false, true] {
+                dev.run(&self.buffers.accept(target, s.ids, None, s.logits, masked, lanes));
+            }
+            dev.run(&self.buffers.likeliest(target, s.logits, lanes));
         }
     }
 
@@ -365,6 +365,38 @@ impl<D: Device> Engine<D> {
     pub(crate) fn copy_page(&mut self, from: u32, to: u32) {
         let draft_pools = self.draft.iter().flat_map(|(_, draft)| &draft.kv);
         copy_page(&mut self.dev, self.state.kv.iter().chain(draft_pools), from, to);
+    }
+
+    /// The buffers of one page, of all pools.
+    pub(crate) fn page_buffers(&self, page: u32) -> Vec<Buf> {
+        let bufs = self.pools().flat_map(|pool| {
+            let of = |buf: Buf| buf.rows(page as usize, 1, page_bytes(pool));
+            [of(pool.keys), of(pool.values)]
+        });
+        bufs.collect()
+    }
+
+    /// Appends buffers' bytes, one after the other.
+    pub(crate) fn read_all(&mut self, bufs: &[Buf], bytes: &mut Vec<u8>) {
+        for buf in bufs {
+            let start = bytes.len();
+            bytes.resize(start + buf.bytes, 0);
+            self.dev.read(*buf, &mut bytes[start..]);
+        }
+    }
+
+    /// Writes what [`Engine::read_all`] read.
+    ///
+    /// # Panics
+    /// If there are not as many bytes.
+    pub(crate) fn write_all(&mut self, bufs: &[Buf], bytes: &[u8]) {
+        assert_eq!(bufs.iter().map(|buf| buf.bytes).sum::<usize>(), bytes.len());
+        let mut rest = bytes;
+        for buf in bufs {
+            let (now, later) = rest.split_at(buf.bytes);
+            self.dev.write(*buf, now);
+            rest = later;
+        }
     }
 
     /// Keeps what a lane remembers besides its pages. Rows that are pending are taken up first, which

@@ -2,12 +2,14 @@
 
 mod buffers;
 mod cache;
+mod disk;
 mod drafter;
 mod engine;
 mod lanes;
 pub mod ngram;
 mod pace;
 mod pages;
+pub mod plan;
 mod round;
 pub mod sampler;
 mod scheduler;
@@ -15,6 +17,7 @@ mod serve;
 pub mod service;
 mod session;
 
+pub use disk::DiskOptions;
 pub use drafter::{Drafter, HostDrafter};
 pub use engine::{Engine, EngineError, EngineOptions, MemoryBytes, RoundBytes};
 pub use round::{Going, Masker, Round};

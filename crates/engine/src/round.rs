@@ -73,6 +73,15 @@ impl Round {
         &self.tokens[..self.count]
     }
 
+    /// A round that no engine made.
+    #[cfg(test)]
+    pub(crate) fn made(emitted: &[u32], proposed: usize, ended: bool) -> Round {
+        let mut tokens = [0; Accept::MAX_ROWS];
+        tokens[..emitted.len()].copy_from_slice(emitted);
+        let (count, degenerate, logprobs) = (emitted.len(), false, Vec::new());
+        Round { tokens, count, proposed, degenerate, ended, logprobs }
+    }
+
     pub(crate) fn of(result: &LaneResult<'_>) -> Round {
         let mut tokens = [0; Accept::MAX_ROWS];
         tokens[..result.tokens.len()].copy_from_slice(result.tokens);
@@ -143,10 +152,16 @@ impl Pipeline {
         self.read.clear();
     }
 
-    /// The slots of the rounds on the device.
-    pub(crate) fn flight(&self) -> impl Iterator<Item = u32> + '_ {
-        let places = if self.in_flight > 0 { self.places.as_slice() } else { &[] };
-        places.iter().map(|place| place.slot)
+    /// The slots of the rounds on the device, or else of those read and not handed over.
+    pub(crate) fn flight(&self, slots: &mut Vec<u32>) {
+        slots.clear();
+        if self.in_flight > 0 {
+            slots.extend(self.places.iter().map(|place| place.slot));
+        } else {
+            slots.extend(self.read.iter().map(|(slot, _)| *slot));
+            slots.sort_unstable();
+            slots.dedup();
+        }
     }
 
     /// Rounds of a slot that were not handed over.

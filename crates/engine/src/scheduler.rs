@@ -90,7 +90,7 @@ impl Rate {
 
     /// Tokens within a time; `None` before anything was measured.
     pub(crate) fn within(&self, time: Duration) -> Option<usize> {
-        (self.0 > 0.0).then(|| (self.0 * time.as_secs_f64()) as usize)
+        (self.0 > 0.0).then_some((self.0 * time.as_secs_f64()) as usize)
     }
 }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use ops::Device;
 
+use crate::disk::{Disk, DiskOptions};
 use crate::engine::Engine;
 use crate::lanes::{Core, Job, Limits, Lost, Machine, Rules, check};
 use crate::service::{
@@ -32,6 +33,8 @@ pub struct ServiceOptions {
     pub checkpoint_every: usize,
     /// Whether requests reuse only state that prefill passes made, whatever they ask for.
     pub exact_cache: bool,
+    /// Where checkpoints are kept on disk.
+    pub disk: Option<DiskOptions>,
 }
 
 impl Default for ServiceOptions {
@@ -42,6 +45,7 @@ impl Default for ServiceOptions {
             slice: Duration::from_millis(200),
             checkpoint_every: 2048,
             exact_cache: false,
+            disk: None,
         }
     }
 }
@@ -53,6 +57,8 @@ const CRASH_WINDOW: Duration = Duration::from_secs(60);
 const RETRY: Duration = Duration::from_millis(500);
 /// How often an idle thread shows that it lives.
 const IDLE_BEAT: Duration = Duration::from_millis(500);
+/// How often it looks whether the disk has answered.
+const DISK_BEAT: Duration = Duration::from_millis(1);
 /// A step counts as stuck after this and so many times the longest step so far.
 const STUCK: (Duration, u32) = (Duration::from_secs(2), 4);
 /// What a step may take before any was measured.
@@ -123,6 +129,7 @@ struct Shared {
     stats: Mutex<ServiceStats>,
     health: Mutex<Health>,
     pulse: Mutex<Pulse>,
+    disk_error: Mutex<Option<String>>,
 }
 
 /// Who may still come in.
@@ -226,12 +233,18 @@ impl EngineService {
         let submitted = shared.now();
         let deadline =
             request.deadline.map(|deadline| deadline.saturating_duration_since(shared.epoch));
-        let (overtaken, remaining, deaf) = (0, request.prompt.len(), false);
-        let job = Job { id, request, events, submitted, deadline, overtaken, remaining, deaf };
+        let (overtaken, remaining, deaf, loading) = (0, request.prompt.len(), false, None);
+        let job =
+            Job { id, request, events, submitted, deadline, overtaken, remaining, deaf, loading };
         let sent = self.commands.send(Command::Submit(Box::new(job)));
         sent.map_err(|_| Refusal::Unavailable("the engine has stopped".to_owned()))?;
         gate.underway += 1;
         Ok(id)
+    }
+
+    /// What went wrong with the disk tier last. Requests are answered all the same.
+    pub fn disk_error(&self) -> Option<String> {
+        lock(&self.shared.disk_error).clone()
     }
 
     /// Takes no more requests, lets those that are there end within `patience`, and stops. The rest
@@ -304,7 +317,9 @@ where
         let mut jobs = Vec::new();
         let mut drain = None;
         loop {
-            let mut core = Core::new(engine, self.rules());
+            let (disk, why_not) = self.disk();
+            *lock(&shared.disk_error) = why_not;
+            let mut core = Core::new(engine, self.rules(), disk);
             core.count_from(stats);
             jobs.drain(..).for_each(|job| core.resume(job));
             if drain.is_none() {
@@ -347,6 +362,16 @@ where
             stats: Mutex::new(ServiceStats::default()),
             health: Mutex::new(Health::Serving),
             pulse: Mutex::new(Pulse { beat: self.epoch.elapsed(), longest: FIRST_STEP }),
+            disk_error: Mutex::new(None),
+        }
+    }
+
+    /// The disk tier, or why there is none although one was asked for.
+    fn disk(&self) -> (Option<Disk>, Option<String>) {
+        let Some(options) = &self.options.disk else { return (None, None) };
+        match Disk::open(options) {
+            Ok(disk) => (Some(disk), None),
+            Err(error) => (None, Some(format!("{}: {error}", options.dir.display()))),
         }
     }
 
@@ -371,7 +396,7 @@ where
         loop {
             self.commands_in(core, shared, drain, busy);
             if let Some(until) = *drain {
-                if core.is_idle() {
+                if core.is_idle() && (clock() >= until || !core.has_backlog()) {
                     return Stop::Drained;
                 }
                 shared.set_health(Health::Draining);
@@ -402,7 +427,8 @@ where
         let mut wait = (!busy).then(|| {
             let now = shared.now();
             let next = core.next_deadline().into_iter().chain(*drain);
-            next.map(|at| at.saturating_sub(now)).fold(IDLE_BEAT, Duration::min)
+            let most = if core.waits_for_disk() { DISK_BEAT } else { IDLE_BEAT };
+            next.map(|at| at.saturating_sub(now)).fold(most, Duration::min)
         });
         loop {
             let command = match wait.take() {
@@ -442,6 +468,9 @@ where
         gate.service_time = core.service_time();
         drop(gate);
         *lock(&shared.stats) = stats;
+        if let Some(error) = core.disk_error() {
+            *lock(&shared.disk_error) = Some(error.to_owned());
+        }
     }
 
     /// Builds the engine again, unless that was necessary too often lately.

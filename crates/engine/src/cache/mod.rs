@@ -66,6 +66,20 @@ struct Checkpoint {
     len: usize,
     exact: bool,
     used: u64,
+    /// No other checkpoint ever had it.
+    serial: u64,
+}
+
+/// A checkpoint's parts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Parts {
+    pub(crate) text: Vec<u32>,
+    pub(crate) exact_until: usize,
+    pub(crate) snapshot: u32,
+    /// Full pages, in order of position.
+    pub(crate) pages: Vec<u32>,
+    /// The page in which it ends.
+    pub(crate) tail_page: Option<u32>,
 }
 
 /// See the module.
@@ -117,13 +131,12 @@ impl PrefixCache {
 
     /// Pages that only checkpoints refer to, each once.
     pub(crate) fn pages_alone(&self, pages: &Pages) -> usize {
-        // The tree refers once to each of its pages; several checkpoints may end inside one page.
-        let mut tails: Vec<u32> =
-            self.checkpoints.iter().flatten().filter_map(|c| c.tail_page).collect();
-        tails.sort_unstable();
-        let tails = tails.chunk_by(|a, b| a == b);
-        let alone = tails.filter(|run| pages.count(run[0]) as usize == run.len()).count();
-        alone + self.tree.pages().filter(|&page| pages.count(page) == 1).count()
+        // A page in which checkpoints end may be a full page of a longer text too.
+        let tails = self.checkpoints.iter().flatten().filter_map(|c| c.tail_page);
+        let mut held: Vec<u32> = tails.chain(self.tree.pages()).collect();
+        held.sort_unstable();
+        let runs = held.chunk_by(|a, b| a == b);
+        runs.filter(|run| pages.count(run[0]) as usize == run.len()).count()
     }
 
     /// Checkpoints thrown away to make room.
@@ -218,6 +231,7 @@ impl PrefixCache {
     }
 
     /// Keeps what was saved into a reserved snapshot, for the text so far of a lane with these pages.
+    /// Returns the checkpoint's serial number.
     pub(crate) fn insert(
         &mut self,
         text: &[u32],
@@ -225,7 +239,7 @@ impl PrefixCache {
         exact_until: usize,
         snapshot: u32,
         pages: &mut Pages,
-    ) -> CheckpointId {
+    ) -> u64 {
         let full = text.len() / PAGE_TOKENS;
         let node = self.tree.insert(
             &text[..full * PAGE_TOKENS],
@@ -240,15 +254,37 @@ impl PrefixCache {
         }
         self.clock += 1;
         let exact = text.len() <= exact_until;
-        let (len, used) = (text.len(), self.clock);
-        let checkpoint = Checkpoint { node, tail, tail_page, snapshot, len, exact, used };
+        let (len, used, serial) = (text.len(), self.clock, self.clock);
+        let checkpoint = Checkpoint { node, tail, tail_page, snapshot, len, exact, used, serial };
         let id = self.free_ids.pop().unwrap_or_else(|| {
             self.checkpoints.push(None);
             (self.checkpoints.len() - 1) as u32
         });
         self.checkpoints[id as usize] = Some(checkpoint);
         self.tree.hang(node, id);
-        id
+        serial
+    }
+
+    /// A checkpoint's serial number.
+    pub(crate) fn serial(&self, id: CheckpointId) -> Option<u64> {
+        Some(self.checkpoints.get(id as usize)?.as_ref()?.serial)
+    }
+
+    /// Whether a checkpoint is still there.
+    pub(crate) fn exists(&self, serial: u64) -> bool {
+        self.checkpoints.iter().flatten().any(|c| c.serial == serial)
+    }
+
+    /// The parts of a checkpoint, if it is still there.
+    pub(crate) fn parts(&self, serial: u64) -> Option<Parts> {
+        let c = self.checkpoints.iter().flatten().find(|c| c.serial == serial)?;
+        Some(Parts {
+            text: [self.tree.text(c.node), c.tail.clone()].concat(),
+            exact_until: self.exact_until(c),
+            snapshot: c.snapshot,
+            pages: self.tree.chain(c.node),
+            tail_page: c.tail_page,
+        })
     }
 
     /// Throws away the least recently used checkpoint, but not `spared`. Returns whether there was one.
@@ -284,12 +320,10 @@ impl PrefixCache {
     #[cfg(test)]
     pub(crate) fn all(&self) -> Vec<(Vec<u32>, u32, Vec<u32>)> {
         let kept = self.checkpoints.iter().flatten();
-        kept.map(|c| {
-            let text = [self.tree.text(c.node), c.tail.clone()].concat();
-            let pages = self.tree.chain(c.node).into_iter().chain(c.tail_page).collect();
-            (text, c.snapshot, pages)
-        })
-        .collect()
+        let parts = kept.filter_map(|c| self.parts(c.serial));
+        parts
+            .map(|p| (p.text, p.snapshot, p.pages.into_iter().chain(p.tail_page).collect()))
+            .collect()
     }
 }
 

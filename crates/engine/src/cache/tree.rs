@@ -174,7 +174,6 @@ impl Tree {
     }
 
     /// A node's text.
-    #[cfg(test)]
     pub(super) fn text(&self, node: NodeId) -> Vec<u32> {
         let mut blocks: Vec<&[u32]> =
             self.up(node).map(|at| self.node(at).tokens.as_slice()).collect();

@@ -44,6 +44,9 @@ impl<M: Machine> Core<M> {
         let waiting = self.waiting.iter();
         let candidates: Vec<Candidate> = waiting.map(|job| job.candidate(job.remaining)).collect();
         for at in scheduler::order(&candidates) {
+            if self.waiting[at].loading.is_some() {
+                continue;
+            }
             let found = self.find(&self.waiting[at].request);
             if !self.is_held(at, found.tokens()) {
                 return Some((at, found));
@@ -55,9 +58,10 @@ impl<M: Machine> Core<M> {
     /// Whether a lane is about to compute a beginning of this job's prompt that the cache doesn't have
     /// yet. That lane then takes a checkpoint where the two prompts part.
     fn is_held(&mut self, at: usize, cached: usize) -> bool {
-        let request = &self.waiting[at].request;
+        let Job { request, overtaken, .. } = &self.waiting[at];
         let policy = self.policy(request);
-        if policy == CachePolicy::Off || !self.cache.is_on() {
+        let waited = *overtaken >= scheduler::OVERTAKING;
+        if policy == CachePolicy::Off || !self.cache.is_on() || waited {
             return false;
         }
         let usable = request.prompt.len() - 1;
@@ -98,19 +102,18 @@ impl<M: Machine> Core<M> {
     fn beginning(&mut self, found: &Found, count: usize) -> Option<Beginning> {
         if let Some(hit) = found.hit
             && let Some((snapshot, chain, tail)) = self.cache.open(hit.id)
+            && let Some(own) = self.take_pages(count - chain.len(), Some(hit.id))
         {
-            if let Some(own) = self.take_pages(count - chain.len(), Some(hit.id)) {
-                chain.iter().for_each(|&page| self.pages.share(page));
-                let copy = tail.map(|from| (from, own[0]));
-                let pages = [chain, own].concat();
-                return Some(Beginning { pages, restore: Some((hit, snapshot, copy)) });
-            }
+            chain.iter().for_each(|&page| self.pages.share(page));
+            let copy = tail.map(|from| (from, own[0]));
+            let pages = [chain, own].concat();
+            return Some(Beginning { pages, restore: Some((hit, snapshot, copy)) });
         }
         let pages = self.take_pages(count, None)?;
         Some(Beginning { pages, restore: None })
     }
 
-    fn take_pages(&mut self, count: usize, spared: Option<u32>) -> Option<Vec<u32>> {
+    pub(super) fn take_pages(&mut self, count: usize, spared: Option<u32>) -> Option<Vec<u32>> {
         while self.pages.free() < count {
             if !self.cache.evict(&mut self.pages, spared) {
                 return None;
@@ -143,7 +146,11 @@ impl<M: Machine> Core<M> {
         }
         let admitted = clock();
         let tokens = hit.map_or(0, |hit| hit.len);
-        let source = if tokens > 0 { CacheSource::Memory } else { CacheSource::None };
+        let source = match tokens {
+            0 => CacheSource::None,
+            _ if hit.is_some_and(|hit| self.is_from_disk(hit.id)) => CacheSource::Disk,
+            _ => CacheSource::Memory,
+        };
         let miss = match found.hit {
             Some(_) if hit.is_none() => "what was kept had to make room for this request",
             _ => found.miss,

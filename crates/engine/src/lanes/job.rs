@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use model::Lane;
 
+use crate::disk::Key;
 use crate::scheduler::Candidate;
 use crate::service::{
     CacheSource, CacheUse, Done, Event, EventSink, Finish, Request, RequestError, RequestId,
@@ -24,6 +25,8 @@ pub(crate) struct Job {
     pub(crate) remaining: usize,
     /// Nobody listens any more.
     pub(crate) deaf: bool,
+    /// A checkpoint is on its way from disk, of this length.
+    pub(crate) loading: Option<(Key, usize)>,
 }
 
 impl Job {

@@ -1,7 +1,7 @@
 //! What lanes need of an engine: the seam at which tests put a machine of their own.
 
 use model::Lane;
-use ops::Device;
+use ops::{Buf, Device};
 
 use crate::engine::{Engine, EngineError};
 use crate::round::{Going, Masker, Round};
@@ -34,6 +34,14 @@ pub(crate) trait Machine {
     /// Gives a slot its pages, in order of position.
     fn set_pages(&mut self, slot: u32, pages: &[u32]);
     fn copy_page(&mut self, from: u32, to: u32);
+    /// Appends a page's bytes, of all pools.
+    fn read_page(&mut self, page: u32, bytes: &mut Vec<u8>);
+    fn write_page(&mut self, page: u32, bytes: &[u8]);
+    /// Appends a kept state's bytes.
+    fn read_snapshot(&mut self, snapshot: u32, bytes: &mut Vec<u8>);
+    fn write_snapshot(&mut self, snapshot: u32, bytes: &[u8]);
+    /// Whether what was read and written is right.
+    fn sync(&mut self) -> Result<(), EngineError>;
     /// Empties a slot.
     fn clear(&mut self, slot: u32);
     /// Keeps what a lane without rounds in flight remembers besides its pages.
@@ -82,6 +90,30 @@ impl<D: Device> Machine for Engine<D> {
         Engine::copy_page(self, from, to);
     }
 
+    fn read_page(&mut self, page: u32, bytes: &mut Vec<u8>) {
+        let bufs = self.page_buffers(page);
+        self.read_all(&bufs, bytes);
+    }
+
+    fn write_page(&mut self, page: u32, bytes: &[u8]) {
+        let bufs = self.page_buffers(page);
+        self.write_all(&bufs, bytes);
+    }
+
+    fn read_snapshot(&mut self, snapshot: u32, bytes: &mut Vec<u8>) {
+        let bufs: Vec<Buf> = self.state.snapshot_buffers(snapshot as usize).collect();
+        self.read_all(&bufs, bytes);
+    }
+
+    fn write_snapshot(&mut self, snapshot: u32, bytes: &[u8]) {
+        let bufs: Vec<Buf> = self.state.snapshot_buffers(snapshot as usize).collect();
+        self.write_all(&bufs, bytes);
+    }
+
+    fn sync(&mut self) -> Result<(), EngineError> {
+        Ok(self.dev.sync()?)
+    }
+
     fn clear(&mut self, slot: u32) {
         Engine::clear(self, slot);
     }
@@ -103,8 +135,7 @@ impl<D: Device> Machine for Engine<D> {
     }
 
     fn flight(&self, slots: &mut Vec<u32>) {
-        slots.clear();
-        slots.extend(self.pipeline.flight());
+        self.pipeline.flight(slots);
     }
 
     fn submit(

@@ -10,10 +10,14 @@ mod job;
 mod machine;
 #[cfg(test)]
 mod sim;
+mod tier;
 
 use std::time::Duration;
 
+use ops::PAGE_TOKENS;
+
 use crate::cache::PrefixCache;
+use crate::disk::Disk;
 use crate::engine::{EngineError, check_prompt};
 use crate::pace::Pace;
 use crate::pages::Pages;
@@ -25,6 +29,7 @@ use crate::service::{
 pub(crate) use job::Job;
 use job::{Phase, Running};
 pub(crate) use machine::{Limits, Machine};
+use tier::Tier;
 
 /// How lanes are run.
 #[derive(Clone, Copy, Debug)]
@@ -66,6 +71,8 @@ pub(crate) struct Core<M> {
     service_time: Duration,
     /// Device failures in a row.
     failures: u32,
+    /// Checkpoints on disk.
+    tier: Option<Tier>,
     /// Pages that only checkpoints refer to, as of so many pages in use and checkpoints taken.
     alone: (usize, u64, usize),
     /// Checkpoints taken.
@@ -78,7 +85,7 @@ pub(crate) struct Core<M> {
 const FAILURES: u32 = 3;
 
 impl<M: Machine> Core<M> {
-    pub(crate) fn new(machine: M, rules: Rules) -> Core<M> {
+    pub(crate) fn new(machine: M, rules: Rules, disk: Option<Disk>) -> Core<M> {
         let limits = machine.limits();
         Core {
             pages: Pages::new(limits.pages),
@@ -93,6 +100,7 @@ impl<M: Machine> Core<M> {
             stats: ServiceStats::default(),
             service_time: Duration::ZERO,
             failures: 0,
+            tier: disk.map(Tier::new),
             taken: 0,
             flight: Vec::with_capacity(limits.slots),
             machine,
@@ -105,6 +113,7 @@ impl<M: Machine> Core<M> {
     pub(crate) fn submit(&mut self, mut job: Job) {
         let found = self.find(&job.request);
         job.remaining = job.request.prompt.len() - found.tokens();
+        self.ask_disk(&mut job, found.tokens());
         self.stats.accepted += 1;
         self.waiting.push(job);
     }
@@ -169,6 +178,7 @@ impl<M: Machine> Core<M> {
     pub(crate) fn step(&mut self, clock: Clock<'_>) -> Result<bool, Lost> {
         self.expire(clock());
         self.machine.flight(&mut self.flight);
+        self.poll_disk()?;
         if self.retire()? | self.admit(clock)? {
             // Whoever asks to come in sees at once that there is room.
             return Ok(true);
@@ -190,7 +200,10 @@ impl<M: Machine> Core<M> {
                 self.receive(clock)?;
             }
             _ if !decoding.is_empty() => self.round(&decoding, clock)?,
-            _ => return Ok(false),
+            _ => return self.persist(clock()),
+        }
+        if self.persist_is_due(clock()) {
+            self.persist(clock())?;
         }
         Ok(true)
     }
@@ -221,6 +234,7 @@ impl<M: Machine> Core<M> {
             checkpoints: self.cache.len(),
             checkpoint_bytes: (self.cache.len() * self.limits.snapshot_bytes + alone) as u64,
             evictions: self.cache.evictions(),
+            disk_bytes: self.tier.as_ref().map_or(0, |tier| tier.disk.bytes()),
             ..self.stats
         }
     }
@@ -254,7 +268,8 @@ impl<M: Machine> Core<M> {
     }
 
     /// Takes a job back in that another core left waiting.
-    pub(crate) fn resume(&mut self, job: Job) {
+    pub(crate) fn resume(&mut self, mut job: Job) {
+        job.loading = None;
         self.waiting.push(job);
     }
 
@@ -318,8 +333,15 @@ impl<M: Machine> Core<M> {
             return Err(error);
         }
         let (pages, exact) = (&running.pages, running.exact_until);
-        self.cache.insert(text, pages, exact, snapshot, &mut self.pages);
+        let serial = self.cache.insert(text, pages, exact, snapshot, &mut self.pages);
         self.taken += 1;
+        // Those of the grid stay in memory.
+        let end = running.phase != Phase::Prefill || running.remaining() == 0;
+        if end
+            || running.job.request.boundaries.iter().any(|b| b / PAGE_TOKENS == len / PAGE_TOKENS)
+        {
+            self.note_for_disk(serial);
+        }
         Ok(())
     }
 
@@ -382,12 +404,12 @@ impl<M: Machine> Core<M> {
         // Before anything was measured, a lane that decodes waits for a page at most.
         let budget = match bounded {
             Some(rows) => rows,
-            None if decoding => ops::PAGE_TOKENS,
+            None if decoding => PAGE_TOKENS,
             None => self.limits.chunk,
         };
-        let budget = budget.clamp(ops::PAGE_TOKENS, self.limits.chunk);
+        let budget = budget.clamp(PAGE_TOKENS, self.limits.chunk);
         let pos = running.lane.pos as usize;
-        let grid = (pos + budget) / ops::PAGE_TOKENS * ops::PAGE_TOKENS;
+        let grid = (pos + budget) / PAGE_TOKENS * PAGE_TOKENS;
         let end = running.marks.last().copied().unwrap_or(usize::MAX);
         grid.min(end).min(running.prompt_tokens() - 1) - pos
     }
@@ -415,7 +437,7 @@ impl<M: Machine> Core<M> {
         self.note_failure(error)
     }
 
-    fn note_failure(&mut self, error: EngineError) -> Result<(), Lost> {
+    pub(super) fn note_failure(&mut self, error: EngineError) -> Result<(), Lost> {
         self.failures += 1;
         self.round_from = None;
         self.machine.flight(&mut self.flight);

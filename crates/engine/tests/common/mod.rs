@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub, reason = "shared by test files that each use a part")]
 
+pub mod faulty;
 pub mod served;
 
 use std::path::{Path, PathBuf};
@@ -11,8 +12,8 @@ use engine::{
     SamplingOptions, Session,
 };
 use model::{Draft, DraftSource, Target, TargetSource};
-use ops::Host;
 use ops::simd::Isa;
+use ops::{Device, Host};
 
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -30,20 +31,27 @@ pub fn engine(with: With) -> Engine<Host> {
 }
 
 pub fn engine_with(with: With, options: EngineOptions) -> Engine<Host> {
-    let mut dev = Host::new(Isa::detect(), 2);
+    engine_on(Host::new(Isa::detect(), 2), with, options).expect("memory")
+}
+
+pub fn engine_on<D: Device>(
+    mut dev: D,
+    with: With,
+    options: EngineOptions,
+) -> Result<Engine<D>, String> {
     let source = TargetSource::open(&root().join("models/th-tiny")).expect("target");
-    let target = Target::load(&mut dev, &source, &mut |_| ()).expect("weights");
+    let target = Target::load(&mut dev, &source, &mut |_| ()).map_err(|e| e.to_string())?;
     let (draft, drafter) = match with {
         With::None => (None, Drafter::None),
         With::Host(drafter) => (None, Drafter::host(drafter)),
         With::DFlash => {
             let path = root().join("models/th-tiny-dflash");
             let source = DraftSource::open(&path, source.spec()).expect("draft");
-            let draft = Draft::load(&mut dev, &source, &mut |_| ()).expect("weights");
+            let draft = Draft::load(&mut dev, &source, &mut |_| ()).map_err(|e| e.to_string())?;
             (Some(draft), Drafter::DFlash)
         }
     };
-    Engine::new(dev, target, draft, drafter, options).expect("memory")
+    Engine::new(dev, target, draft, drafter, options).map_err(|e| e.to_string())
 }
 
 pub fn sampler(options: SamplingOptions) -> Sampler {

@@ -1,0 +1,109 @@
+//! Files with a kind, a key and a checksum.
+//!
+//! `THCACHE1`, kind u32, key of 32 bytes, length u64, payload, SHA-256 of all before; little endian.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::Path;
+
+use sha2::{Digest, Sha256};
+
+/// Names a file.
+pub(crate) type Key = [u8; 32];
+
+const MAGIC: &[u8; 8] = b"THCACHE1";
+const HEADER: usize = 8 + 4 + 32 + 8;
+const SUM: usize = 32;
+
+/// What a file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Page = 1,
+    State = 2,
+}
+
+impl Kind {
+    pub(super) fn suffix(self) -> &'static str {
+        match self {
+            Kind::Page => "page",
+            Kind::State => "state",
+        }
+    }
+}
+
+/// SHA-256 of some parts, one after the other.
+pub(super) fn hash(parts: &[&[u8]]) -> Key {
+    let mut sha = Sha256::new();
+    parts.iter().for_each(|part| sha.update(part));
+    sha.finalize().into()
+}
+
+/// The name of a key's file.
+pub(super) fn name(kind: Kind, key: &Key) -> String {
+    let hex: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{hex}.{}", kind.suffix())
+}
+
+/// The key in a file's name.
+pub(super) fn key_of(path: &Path, kind: Kind) -> Option<Key> {
+    let name = path.file_name()?.to_str()?;
+    let hex = name.strip_suffix(kind.suffix())?.strip_suffix('.')?;
+    let mut key = [0; 32];
+    if hex.len() != 64 || !hex.is_ascii() {
+        return None;
+    }
+    for (byte, i) in key.iter_mut().zip((0..64).step_by(2)) {
+        *byte = u8::from_str_radix(&hex[i..i + 2], 16).ok()?;
+    }
+    Some(key)
+}
+
+/// Bytes of a file with so much payload.
+pub(super) fn file_bytes(payload: usize) -> u64 {
+    (HEADER + payload + SUM) as u64
+}
+
+fn header(kind: Kind, key: &Key, payload: usize) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[..8].copy_from_slice(MAGIC);
+    header[8..12].copy_from_slice(&(kind as u32).to_le_bytes());
+    header[12..44].copy_from_slice(key);
+    header[44..].copy_from_slice(&(payload as u64).to_le_bytes());
+    header
+}
+
+/// Writes a file as a whole or not at all.
+pub(super) fn write(folder: &Path, kind: Kind, key: &Key, payload: &[u8]) -> io::Result<()> {
+    let (path, header) = (folder.join(name(kind, key)), header(kind, key, payload.len()));
+    let draft = path.with_extension("tmp");
+    let mut file = File::create(&draft)?;
+    file.write_all(&header)?;
+    file.write_all(payload)?;
+    file.write_all(&hash(&[&header, payload]))?;
+    drop(file);
+    fs::rename(&draft, &path)
+}
+
+/// Reads a file's payload if all of it is right.
+pub(super) fn read(folder: &Path, kind: Kind, key: &Key) -> Result<Vec<u8>, String> {
+    let path = folder.join(name(kind, key));
+    let wrong = |what: &str| format!("{}: {what}", path.display());
+    let bytes = fs::read(&path).map_err(|error| wrong(&error.to_string()))?;
+    let payload = bytes.len().checked_sub(HEADER + SUM).ok_or_else(|| wrong("too short"))?;
+    let (head, sum) = bytes.split_at(HEADER + payload);
+    if head[..HEADER] != header(kind, key, payload) {
+        return Err(wrong("not the file that its name says"));
+    }
+    if hash(&[head]) != *sum {
+        return Err(wrong("damaged: its checksum is another"));
+    }
+    Ok(head[HEADER..].to_vec())
+}
+
+/// The first bytes of a file's payload, unchecked.
+pub(super) fn peek(path: &Path, key: &Key, kind: Kind, most: usize) -> Option<Vec<u8>> {
+    let mut start = Vec::new();
+    File::open(path).ok()?.take((HEADER + most) as u64).read_to_end(&mut start).ok()?;
+    let head = start.get(..HEADER - 8)?;
+    (head == &header(kind, key, 0)[..HEADER - 8]).then(|| start.split_off(HEADER))
+}

@@ -1,0 +1,207 @@
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use ops::PAGE_TOKENS;
+
+use super::*;
+
+/// A folder that goes when the test does.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("th-engine-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        Folder(path)
+    }
+
+    fn options(&self, quota: u64) -> DiskOptions {
+        let (dir, fingerprint) = (self.0.clone(), "one".to_owned());
+        DiskOptions { dir, quota, write_rate: 1 << 30, fingerprint }
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        let folders = fs::read_dir(&self.0).expect("the folder").flatten();
+        let files = folders.flat_map(|folder| fs::read_dir(folder.path()).expect("a folder"));
+        let mut files: Vec<PathBuf> = files.flatten().map(|file| file.path()).collect();
+        files.sort();
+        files
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn text(kind: u32, parts: usize, len: usize) -> Vec<u32> {
+    (0..len).map(|i| if i < parts { i as u32 } else { 1000 * (kind + 1) + i as u32 }).collect()
+}
+
+/// A checkpoint whose bytes are a function of its text.
+fn stored(text: &[u32], exact_until: usize, known: &[bool]) -> Stored {
+    let page =
+        |tokens: &[u32]| tokens.iter().map(|&t| t as u8).cycle().take(300).collect::<Vec<_>>();
+    let pages = text.chunks_exact(PAGE_TOKENS).enumerate();
+    let tail = &text[text.len() / PAGE_TOKENS * PAGE_TOKENS..];
+    Stored {
+        text: text.to_vec(),
+        exact_until,
+        snapshot: page(&text[text.len() - 1..]),
+        pages: pages
+            .map(|(i, tokens)| (!known.get(i).is_some_and(|&k| k)).then(|| page(tokens)))
+            .collect(),
+        tail: if tail.is_empty() { Vec::new() } else { page(tail) },
+    }
+}
+
+fn keep(disk: &mut Disk, text: &[u32], exact_until: usize) {
+    let known = disk.has_pages(text, exact_until);
+    disk.store(stored(text, exact_until, &known));
+}
+
+fn load(disk: &mut Disk, key: Key) -> Option<Stored> {
+    assert!(disk.load(key));
+    let begun = Instant::now();
+    loop {
+        if let Some((of, stored)) = disk.poll() {
+            assert_eq!(of, key);
+            return stored;
+        }
+        assert!(begun.elapsed().as_secs() < 60 && disk.is_alive());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn what_is_kept_survives_a_restart() {
+    let folder = Folder::new("restart");
+    let texts = [text(0, 150, 200), text(1, 150, 200), text(2, 150, 128)];
+    let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+    for text in &texts {
+        keep(&mut disk, text, 150);
+    }
+    let bytes = disk.bytes();
+    drop(disk);
+    // Two pages in common, one and a tail each of the first two: pages are shared, states are not.
+    let on_disk: u64 = folder.files().iter().map(|f| fs::metadata(f).expect("a file").len()).sum();
+    assert_eq!((folder.files().len(), bytes), (2 + 2 + 3, on_disk));
+    let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+    assert_eq!(disk.bytes(), bytes);
+    for text in &texts {
+        let prompt = [&text[..], &[5, 6]].concat();
+        let (key, len) = disk.find(&prompt, CachePolicy::Shared).expect("kept");
+        assert_eq!(len, text.len());
+        assert_eq!(load(&mut disk, key), Some(stored(text, 150, &[])));
+    }
+    // Exact state only: of these, the one that ends with a page before 150.
+    let prompt = [&texts[0][..], &[5]].concat();
+    let exact = disk.find(&prompt, CachePolicy::Exact).map(|(_, len)| len);
+    assert_eq!(exact, Some(128));
+    assert_eq!(disk.find(&prompt, CachePolicy::Off), None);
+    assert!(disk.find(&[9, 9, 9], CachePolicy::Shared).is_none());
+    drop(disk);
+    // Another build finds nothing, and harms nothing while there is room.
+    let other = DiskOptions { fingerprint: "two".to_owned(), ..folder.options(1 << 20) };
+    assert!(Disk::open(&other).expect("a folder").find(&prompt, CachePolicy::Shared).is_none());
+    assert_eq!(folder.files().len(), 7);
+    drop(Disk::open(&DiskOptions { quota: 100, ..other }).expect("a folder"));
+    assert_eq!(folder.files().len(), 0);
+}
+
+#[test]
+fn a_damaged_file_is_a_miss() {
+    let folder = Folder::new("damage");
+    let text = text(0, 0, 200);
+    let prompt = [&text[..], &[5, 6]].concat();
+    let files = {
+        keep(&mut Disk::open(&folder.options(1 << 20)).expect("a folder"), &text, 200);
+        folder.files()
+    };
+    assert_eq!(files.len(), 4);
+    let damage: [(&str, fn(&Path, Vec<u8>)); 4] = [
+        ("a bit flipped", |path, mut bytes| {
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 4;
+            fs::write(path, bytes).expect("written");
+        }),
+        ("cut short", |path, bytes| {
+            fs::write(path, &bytes[..bytes.len() - 40]).expect("written");
+        }),
+        ("empty", |path, _| fs::write(path, []).expect("written")),
+        ("gone", |path, _| fs::remove_file(path).expect("removed")),
+    ];
+    for (what, harm) in damage {
+        for file in &files {
+            harm(file, fs::read(file).expect("a file"));
+            let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+            // Found out at the start, or when it is read; then it is forgotten.
+            if let Some((key, _)) = disk.find(&prompt, CachePolicy::Shared) {
+                assert_eq!(load(&mut disk, key), None, "{what}: {}", file.display());
+                assert!(disk.error().is_some_and(|why| why.contains("20") || !why.is_empty()));
+            }
+            assert!(disk.find(&prompt, CachePolicy::Shared).is_none(), "{what}");
+            assert_eq!(disk.bytes(), 0);
+            keep(&mut disk, &text, 200);
+            drop(disk);
+            assert_eq!(folder.files(), files, "{what}: {}", file.display());
+        }
+    }
+    // What a crash leaves: a draft of a file, and pages without their checkpoint.
+    fs::write(files[0].with_extension("tmp"), [1, 2, 3]).expect("written");
+    let state = files.iter().find(|file| file.extension().is_some_and(|e| e == "state"));
+    fs::remove_file(state.expect("a state")).expect("removed");
+    drop(Disk::open(&folder.options(1 << 20)).expect("a folder"));
+    assert_eq!(folder.files().len(), 0);
+}
+
+#[test]
+fn the_quota_holds_and_the_least_recently_used_goes() {
+    let folder = Folder::new("quota");
+    let one = {
+        let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+        keep(&mut disk, &text(0, 0, 192), 192);
+        disk.bytes()
+    };
+    let mut disk = Disk::open(&folder.options(3 * one + one / 2)).expect("a folder");
+    for kind in 0..9 {
+        keep(&mut disk, &text(kind, 0, 192), 192);
+        assert!(disk.bytes() <= 3 * one + one / 2);
+        let first = [&text(0, 0, 192)[..], &[1]].concat();
+        let (key, _) = disk.find(&first, CachePolicy::Shared).expect("used each time");
+        assert!(load(&mut disk, key).is_some());
+    }
+    let there = |disk: &Disk, kind| disk.has(&text(kind, 0, 192), 192);
+    assert_eq!((0..9).filter(|&kind| there(&disk, kind)).collect::<Vec<_>>(), [0, 7, 8]);
+    // More than everything is not kept, and throws nothing out.
+    keep(&mut disk, &text(20, 0, 64 * 40), 64 * 40);
+    assert!(there(&disk, 0) && !disk.has(&text(20, 0, 64 * 40), 64 * 40));
+    drop(disk);
+    let on_disk: u64 = folder.files().iter().map(|f| fs::metadata(f).expect("a file").len()).sum();
+    assert_eq!(on_disk, 3 * one);
+}
+
+#[test]
+fn writing_keeps_to_its_rate() {
+    let folder = Folder::new("rate");
+    let options = DiskOptions { write_rate: 100, ..folder.options(1 << 20) };
+    let mut disk = Disk::open(&options).expect("a folder");
+    let (mut written, second) = (0u64, Duration::from_secs(1));
+    for now in 0..100 {
+        if disk.may_write(500, now * second) {
+            disk.allowance.0 -= 500;
+            written += 500;
+        }
+    }
+    assert!((9_000..=11_000).contains(&written), "{written} bytes in 100 s at 100 a second");
+}
+
+#[test]
+fn a_folder_that_cannot_be_made_is_an_error() {
+    let folder = Folder::new("error");
+    fs::write(&folder.0, "a file").expect("written");
+    assert!(Disk::open(&folder.options(1 << 20)).is_err());
+    fs::remove_file(&folder.0).expect("removed");
+}

@@ -1,0 +1,243 @@
+//! The prefix cache's disk tier, at work.
+//!
+//! Checkpoints go to disk while nothing else is to be done, and otherwise a few pages at a time now and
+//! then. A job whose prompt the disk knows better than memory waits for its checkpoint, while the
+//! others go on.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use ops::PAGE_TOKENS;
+
+use super::job::Job;
+use super::{Core, Lost, Machine};
+use crate::cache::{CheckpointId, Parts};
+use crate::disk::{Disk, Key, Stored};
+use crate::service::CachePolicy;
+
+/// Checkpoints that may wait to be written; more are left out, the oldest first.
+const BACKLOG: usize = 256;
+/// Bytes that are read from the device at once.
+const PIECE: usize = 8 << 20;
+/// Time between two pieces while lanes compute.
+const BETWEEN: Duration = Duration::from_millis(100);
+
+/// What goes to disk and comes from there.
+pub(super) struct Tier {
+    pub(super) disk: Disk,
+    /// Serial numbers of checkpoints to be written.
+    backlog: VecDeque<u64>,
+    underway: Option<Underway>,
+    last_piece: Duration,
+    /// Serial numbers of checkpoints that came from disk.
+    loaded: Vec<u64>,
+}
+
+/// A checkpoint that is being written.
+struct Underway {
+    serial: u64,
+    parts: Parts,
+    stored: Stored,
+    /// Which pages the disk has.
+    known: Vec<bool>,
+}
+
+impl Tier {
+    pub(super) fn new(disk: Disk) -> Tier {
+        Tier {
+            disk,
+            backlog: VecDeque::new(),
+            underway: None,
+            last_piece: Duration::ZERO,
+            loaded: Vec::new(),
+        }
+    }
+}
+
+impl<M: Machine> Core<M> {
+    /// Asks the disk for a checkpoint, if it has a better one than memory.
+    pub(super) fn ask_disk(&mut self, job: &mut Job, cached: usize) {
+        let policy = self.policy(&job.request);
+        let Some(tier) = self.tier.as_mut().filter(|_| policy != CachePolicy::Off) else { return };
+        let found = tier.disk.find(&job.request.prompt, policy);
+        let Some((key, len)) = found.filter(|&(_, len)| len >= cached + PAGE_TOKENS) else {
+            return;
+        };
+        let underway = self.waiting.iter().any(|job| job.loading == Some((key, len)));
+        if underway || tier.disk.load(key) {
+            job.loading = Some((key, len));
+            job.remaining = job.request.prompt.len() - len;
+        }
+    }
+
+    /// Takes in what came from disk.
+    pub(super) fn poll_disk(&mut self) -> Result<(), Lost> {
+        let Some(tier) = &mut self.tier else { return Ok(()) };
+        let alive = tier.disk.is_alive();
+        let came = tier.disk.poll();
+        let Some((key, stored)) = came else {
+            if !alive {
+                self.waiting.iter_mut().for_each(|job| job.loading = None);
+            }
+            return Ok(());
+        };
+        if let Some(stored) = stored {
+            self.install(stored)?;
+        }
+        self.arrived(key);
+        Ok(())
+    }
+
+    /// Jobs that waited for a checkpoint can go on, with it or without.
+    fn arrived(&mut self, key: Key) {
+        let waited = |job: &&mut Job| job.loading.is_some_and(|(of, _)| of == key);
+        self.waiting.iter_mut().filter(waited).for_each(|job| job.loading = None);
+    }
+
+    /// Makes a checkpoint of what came from disk, if there is room.
+    fn install(&mut self, stored: Stored) -> Result<(), Lost> {
+        let Stored { text, exact_until, snapshot: state, pages: blobs, tail } = stored;
+        let blobs: Vec<Vec<u8>> = blobs.into_iter().flatten().collect();
+        let sizes = blobs.iter().chain([&tail].into_iter().filter(|tail| !tail.is_empty()));
+        let sized = sizes.clone().all(|page| page.len() == self.limits.page_bytes)
+            && sizes.count() == text.len().div_ceil(PAGE_TOKENS)
+            && state.len() == self.limits.snapshot_bytes;
+        if !sized || self.cache.has(&text, text.len() <= exact_until) {
+            return Ok(());
+        }
+        let Some(snapshot) = self.cache.reserve(&mut self.pages) else { return Ok(()) };
+        let count = text.len().div_ceil(PAGE_TOKENS);
+        let Some(own) = self.take_pages(count, None) else {
+            self.cache.give_back(snapshot);
+            return Ok(());
+        };
+        let tail = (!tail.is_empty()).then_some(&tail);
+        for (&page, bytes) in own.iter().zip(blobs.iter().chain(tail)) {
+            self.machine.write_page(page, bytes);
+        }
+        self.machine.write_snapshot(snapshot, &state);
+        let synced = self.machine.sync();
+        if synced.is_ok() {
+            let serial = self.cache.insert(&text, &own, exact_until, snapshot, &mut self.pages);
+            self.taken += 1;
+            if let Some(tier) = &mut self.tier {
+                tier.loaded.retain(|&serial| self.cache.exists(serial));
+                tier.loaded.push(serial);
+            }
+        } else {
+            self.cache.give_back(snapshot);
+        }
+        own.into_iter().for_each(|page| self.pages.release(page));
+        synced.or_else(|error| self.note_failure(error))
+    }
+
+    /// Whether a checkpoint came from disk and is gone on from for the first time.
+    pub(super) fn is_from_disk(&mut self, id: CheckpointId) -> bool {
+        let (serial, Some(tier)) = (self.cache.serial(id), &mut self.tier) else { return false };
+        let before = tier.loaded.len();
+        tier.loaded.retain(|&loaded| Some(loaded) != serial);
+        tier.loaded.len() < before
+    }
+
+    /// Notes a checkpoint to be written to disk.
+    pub(super) fn note_for_disk(&mut self, serial: u64) {
+        let Some(tier) = &mut self.tier else { return };
+        if tier.backlog.len() == BACKLOG {
+            tier.backlog.pop_front();
+        }
+        tier.backlog.push_back(serial);
+    }
+
+    /// Whether a piece may go to disk although lanes compute.
+    pub(super) fn persist_is_due(&self, now: Duration) -> bool {
+        self.tier.as_ref().is_some_and(|tier| now >= tier.last_piece + BETWEEN)
+    }
+
+    /// What went wrong on disk last.
+    pub(crate) fn disk_error(&self) -> Option<&str> {
+        self.tier.as_ref().and_then(|tier| tier.disk.error())
+    }
+
+    /// Whether a job waits for the disk.
+    pub(crate) fn waits_for_disk(&self) -> bool {
+        self.waiting.iter().any(|job| job.loading.is_some())
+    }
+
+    /// Whether anything is still to be written.
+    pub(crate) fn has_backlog(&self) -> bool {
+        self.tier.as_ref().is_some_and(|t| t.underway.is_some() || !t.backlog.is_empty())
+    }
+
+    /// Reads a piece of a checkpoint for the disk. Returns whether there was anything to do.
+    pub(super) fn persist(&mut self, now: Duration) -> Result<bool, Lost> {
+        let Some(tier) = &mut self.tier else { return Ok(false) };
+        tier.last_piece = now;
+        let underway = match tier.underway.take() {
+            // Its pages may belong to others by now.
+            Some(underway) if !self.cache.exists(underway.serial) => return Ok(true),
+            Some(underway) => underway,
+            None => match self.next_underway(now) {
+                Some(underway) => underway,
+                None => return Ok(false),
+            },
+        };
+        self.persist_piece(underway)?;
+        Ok(true)
+    }
+
+    fn next_underway(&mut self, now: Duration) -> Option<Underway> {
+        let tier = self.tier.as_mut()?;
+        while let Some(&serial) = tier.backlog.front() {
+            let parts = self.cache.parts(serial);
+            let new = parts.filter(|p| !tier.disk.has(&p.text, p.exact_until));
+            let Some(parts) = new else {
+                tier.backlog.pop_front();
+                continue;
+            };
+            let known = tier.disk.has_pages(&parts.text, parts.exact_until);
+            let missing = known.iter().filter(|known| !**known).count() + 1;
+            let bytes = missing * self.limits.page_bytes + self.limits.snapshot_bytes;
+            if !tier.disk.may_write(bytes as u64, now) {
+                return None;
+            }
+            tier.backlog.pop_front();
+            let (text, exact_until) = (parts.text.clone(), parts.exact_until);
+            let stored = Stored { text, exact_until, ..Stored::default() };
+            return Some(Underway { serial, parts, stored, known });
+        }
+        None
+    }
+
+    fn persist_piece(&mut self, mut underway: Underway) -> Result<(), Lost> {
+        let Underway { parts, stored, known, .. } = &mut underway;
+        let mut read = 0;
+        while stored.pages.len() < parts.pages.len() && read < PIECE {
+            let at = stored.pages.len();
+            let page = (!known[at]).then(|| {
+                let mut bytes = Vec::with_capacity(self.limits.page_bytes);
+                self.machine.read_page(parts.pages[at], &mut bytes);
+                read += bytes.len();
+                bytes
+            });
+            stored.pages.push(page);
+        }
+        let whole = stored.pages.len() == parts.pages.len();
+        if whole {
+            if let Some(page) = parts.tail_page {
+                self.machine.read_page(page, &mut stored.tail);
+            }
+            self.machine.read_snapshot(parts.snapshot, &mut stored.snapshot);
+        }
+        if let Err(error) = self.machine.sync() {
+            return self.note_failure(error);
+        }
+        if let Some(tier) = &mut self.tier {
+            if whole {
+                tier.disk.store(underway.stored);
+            } else {
+                tier.underway = Some(underway);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,133 @@
+//! A device that fails when it is told to.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+
+use ops::{Buf, Counters, Device, DeviceError, DeviceInfo, Host, Op};
+
+/// What is to go wrong; shared with the test.
+#[derive(Debug, Default)]
+pub struct Wrong {
+    /// Fails the op that comes after so many more; negative is never.
+    pub in_ops: AtomicI64,
+    /// Panics in that op's stead, outside of what a device catches.
+    pub panics: AtomicBool,
+    /// From then on nothing works any more.
+    pub lost: AtomicBool,
+    /// Loading fails too.
+    pub out_of_memory: AtomicBool,
+}
+
+impl Wrong {
+    pub fn nothing() -> Arc<Wrong> {
+        Arc::new(Wrong { in_ops: AtomicI64::new(-1), ..Wrong::default() })
+    }
+
+    pub fn after(&self, ops: i64) {
+        self.in_ops.store(ops, Ordering::SeqCst);
+    }
+}
+
+#[derive(Debug)]
+pub struct Faulty {
+    pub inner: Host,
+    pub wrong: Arc<Wrong>,
+    failed: Option<DeviceError>,
+}
+
+impl Faulty {
+    pub fn new(inner: Host, wrong: Arc<Wrong>) -> Faulty {
+        Faulty { inner, wrong, failed: None }
+    }
+
+    fn error(&mut self) -> Option<DeviceError> {
+        if self.wrong.lost.load(Ordering::SeqCst) {
+            return Some(DeviceError::Op { op: "any", why: "the device is lost".to_owned() });
+        }
+        self.failed.take()
+    }
+}
+
+impl Device for Faulty {
+    fn info(&self) -> DeviceInfo {
+        self.inner.info()
+    }
+
+    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
+        if self.wrong.out_of_memory.load(Ordering::SeqCst) {
+            return Err(DeviceError::OutOfMemory { bytes, what: what.to_owned() });
+        }
+        self.inner.alloc(bytes, what)
+    }
+
+    fn upload(&mut self, buf: Buf, piece: usize, fill: &(dyn Fn(usize, &mut [u8]) + Sync)) {
+        self.inner.upload(buf, piece, fill);
+    }
+
+    fn write(&mut self, buf: Buf, bytes: &[u8]) {
+        self.inner.write(buf, bytes);
+    }
+
+    fn read(&mut self, buf: Buf, out: &mut [u8]) {
+        self.inner.read(buf, out);
+    }
+
+    fn zero(&mut self, buf: Buf) {
+        self.inner.zero(buf);
+    }
+
+    fn copy(&mut self, from: Buf, to: Buf) {
+        self.inner.copy(from, to);
+    }
+
+    fn run(&mut self, op: &dyn Op) {
+        let left = self.wrong.in_ops.load(Ordering::SeqCst);
+        if left >= 0 {
+            self.wrong.in_ops.store(left - 1, Ordering::SeqCst);
+        }
+        if left == 0 {
+            assert!(!self.wrong.panics.swap(false, Ordering::SeqCst), "a panic as asked for");
+            let why = "as asked for".to_owned();
+            self.failed = Some(DeviceError::Op { op: op.name(), why });
+        }
+        self.inner.run(op);
+    }
+
+    fn publish(&mut self, buf: Buf) {
+        self.inner.publish(buf);
+    }
+
+    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
+        if let Some(error) = self.error() {
+            // Nothing that was published counts any more.
+            while self.inner.receive(&mut []).is_ok() {}
+            return Err(error);
+        }
+        self.inner.receive(out)
+    }
+
+    fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        body(self);
+    }
+
+    fn stamp(&mut self) {}
+
+    fn stamps(&mut self) -> Vec<f64> {
+        Vec::new()
+    }
+
+    fn counters(&self) -> Counters {
+        self.inner.counters()
+    }
+
+    fn read_bandwidth(&mut self, _: &[Buf]) -> f64 {
+        0.0
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        match self.error() {
+            Some(error) => Err(error),
+            None => self.inner.sync(),
+        }
+    }
+}
