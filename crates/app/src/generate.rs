@@ -223,17 +223,30 @@ pub struct Loaded {
     pub memory: MemoryBytes,
 }
 
-/// How a model answers many requests at once.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// How a model answers many requests at once. What is `None` follows from the memory that is free.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServeOptions {
     /// Requests that are answered at the same time.
-    pub lanes: usize,
+    pub lanes: Option<usize>,
     /// Requests that may wait.
     pub queue: usize,
-    /// States that the prefix cache keeps.
-    pub checkpoints: usize,
+    /// Bytes of the prefix cache.
+    pub cache_memory: Option<u64>,
+    /// Bytes that may be used in all.
+    pub max_memory: Option<u64>,
+    /// Where the prefix cache is kept over restarts.
+    pub disk: Option<DiskCache>,
     /// Whether only state that prefill passes made is reused.
     pub exact_cache: bool,
+}
+
+/// The part of the prefix cache that lies on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskCache {
+    /// Its folder, made if need be.
+    pub folder: PathBuf,
+    /// The most bytes that it takes.
+    pub bytes: u64,
 }
 
 /// A model that is ready to answer many requests at once.

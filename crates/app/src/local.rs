@@ -7,27 +7,31 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use engine::ngram::Ngram;
+use engine::plan::Wishes;
 use engine::{
-    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults,
-    ServiceOptions, Session,
+    DiskOptions, Drafter, Engine, EngineError, EngineOptions, FinishReason, Request,
+    SamplingDefaults, ServiceOptions, Session,
 };
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
 use model::{Draft, DraftSource, Target, TargetSource};
-use ops::{Counters, Device, Trace};
+use ops::{Counters, Device, DryRun, Trace};
 
 use crate::bench;
 use crate::device::{Chosen, choose};
 use crate::forecast;
 use crate::generate::{
-    DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded,
-    Loader, ModelRef, Prefill, Progress, Round, Section, ServeOptions, Serving, TextSource,
+    DeviceKind, DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest,
+    Loaded, Loader, ModelRef, Prefill, Progress, Round, Section, ServeOptions, Serving, TextSource,
 };
+use crate::memory;
 use crate::profile;
 use crate::text::gguf_vocab::GgufVocab;
 
 /// Tokens of context unless the request or the model says otherwise.
 const DEFAULT_CONTEXT: usize = 8192;
+/// Bytes a second that the prefix cache writes to disk at most, on average: 4 TB a day wear a drive out.
+const DISK_WRITE_RATE: u64 = 50 << 20;
 
 /// Loads models onto a device of this machine.
 #[derive(Debug)]
@@ -84,23 +88,39 @@ impl Loader for Local {
         // The engine is built on a thread of its own, perhaps again after a failure; this one tells
         // how far it is.
         let builder = std::thread::spawn(move || {
-            let mut sources = Some(sources);
-            let build = move || {
-                let sources = sources.take().map_or_else(|| Sources::open(&for_engine), Ok)?;
-                let Chosen { dev, options: suits, .. } = choose(&for_engine, &sources)?;
-                let lanes =
-                    EngineOptions { slots: options.lanes, snapshots: options.checkpoints, ..suits };
-                build(dev, lanes, &sources, &for_engine, &mut |progress| {
-                    // Nobody listens when it is built again.
-                    let news =
-                        (progress.phase.to_owned(), progress.done_bytes, progress.total_bytes);
-                    let _ = tell.send(news);
-                })
+            let Chosen { dev, options: base, .. } = choose(&for_engine, &sources)?;
+            let act = dev.info().act;
+            let on_card = for_engine.device == DeviceKind::Cuda;
+            let free = if on_card { None } else { memory::host_free() };
+            let wishes = Wishes {
+                context: None,
+                lanes: options.lanes,
+                cache: options.cache_memory,
+                max_memory: options.max_memory,
             };
+            let fresh = || DryRun::new(act);
+            let plan = memory::planned(&for_engine, &sources, base, &wishes, free, &fresh)?;
+            let disk = options.disk.as_ref().map(|disk| DiskOptions {
+                dir: disk.folder.clone(),
+                quota: disk.bytes,
+                write_rate: DISK_WRITE_RATE,
+                fingerprint: fingerprint(&for_engine, &dev.info().name),
+            });
+            // A device belongs to the thread that opened it.
+            drop(dev);
             let how = ServiceOptions {
                 queue: options.queue,
                 exact_cache: options.exact_cache,
+                disk,
                 ..ServiceOptions::default()
+            };
+            let build = move || {
+                let Chosen { dev, .. } = choose(&for_engine, &sources)?;
+                build_with(dev, plan.options, &sources, &for_engine, &mut |progress| {
+                    // Nobody listens when it is built again.
+                    let (done, total) = (progress.done_bytes, progress.total_bytes);
+                    let _ = tell.send((progress.phase.to_owned(), done, total));
+                })
             };
             engine::serve(build, how)
         });
@@ -287,6 +307,29 @@ fn name_of(model: &ModelRef) -> String {
         ModelRef::Path(path) => file_name(path),
         ModelRef::Synthetic(name) => format!("synth:{name}"),
     }
+}
+
+/// Names what decides the bits of a state: the files of model and draft, the build, the device.
+fn fingerprint(request: &LoadRequest, device: &str) -> String {
+    let mut parts = vec![crate::cli::version().to_owned(), device.to_owned()];
+    parts.push(format!("{:?}", request.draft));
+    let draft = match &request.draft {
+        DraftRef::Path(path) => Some(path.clone()),
+        _ => None,
+    };
+    for path in [Some(model_path(&request.model)), draft].into_iter().flatten() {
+        let path = path.canonicalize().unwrap_or(path);
+        parts.push(path.display().to_string());
+        let files =
+            std::fs::read_dir(&path).into_iter().flatten().flatten().map(|file| file.path());
+        let mut files: Vec<PathBuf> = files.chain([path]).collect();
+        files.sort();
+        for file in files {
+            let Ok(about) = std::fs::metadata(&file) else { continue };
+            parts.push(format!("{} {} {:?}", file.display(), about.len(), about.modified().ok()));
+        }
+    }
+    parts.join("\n")
 }
 
 fn draft_name(draft: &DraftRef) -> String {

@@ -102,15 +102,26 @@ pub struct LimitArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Lanes")]
 pub struct LaneArgs {
-    /// Requests that are answered at the same time; each may fill the whole context
-    #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub lanes: u16,
+    /// Requests that are answered at the same time; each may fill the whole context [default: what
+    /// memory holds, up to 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub lanes: Option<u16>,
     /// Requests that may wait; more are told to come again
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..))]
     pub queue: u16,
-    /// States of earlier prompts that are kept, so that what begins like them need not be read again
-    #[arg(long, value_name = "N", default_value = "32", value_parser = clap::value_parser!(u16).range(0..=4096))]
-    pub checkpoints: u16,
+    /// The most MiB that the model may take in all [default: what is free]
+    #[arg(long, value_name = "MIB")]
+    pub max_memory: Option<u32>,
+    /// MiB that keep the state of earlier prompts, so that what begins like them need not be read
+    /// again [default: a part of what is free]
+    #[arg(long, value_name = "MIB")]
+    pub cache_memory: Option<u32>,
+    /// Folder in which that state survives restarts
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
+    /// The most MiB in that folder
+    #[arg(long, value_name = "MIB", default_value_t = 8192)]
+    pub cache_disk: u32,
     /// Reuse only what reading prompts made, not what answering made: the text of an answer then never
     /// depends on what was asked before
     #[arg(long)]

@@ -227,7 +227,10 @@ fn in_form(error: ApiError, api: Api, response: Response) -> Response {
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     if let Some(wait) = error.retry_after {
         // Whole seconds, rounded up: nobody should come back too early.
-        headers.insert(header::RETRY_AFTER, HeaderValue::from(wait.as_secs_f64().ceil().max(1.0) as u64));
+        headers.insert(
+            header::RETRY_AFTER,
+            HeaderValue::from(wait.as_secs_f64().ceil().max(1.0) as u64),
+        );
     }
     if error.status == StatusCode::UNAUTHORIZED {
         headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

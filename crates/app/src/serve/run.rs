@@ -17,7 +17,7 @@ use super::security::Security;
 use super::state::{App, Options, Server};
 use crate::Failure;
 use crate::config::Surroundings;
-use crate::generate::{LoadRequest, Loader, ServeOptions, Serving};
+use crate::generate::{DiskCache, LoadRequest, Loader, ServeOptions, Serving};
 use crate::session::open_text;
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::otlp::OtlpOptions;
@@ -106,11 +106,18 @@ async fn listener(args: &ServeArgs) -> anyhow::Result<Listener> {
 }
 
 fn lanes(args: &ServeArgs) -> ServeOptions {
+    let args = &args.lanes;
+    let bytes = |mib: u32| u64::from(mib) << 20;
     ServeOptions {
-        lanes: args.lanes.lanes.into(),
-        queue: args.lanes.queue.into(),
-        checkpoints: args.lanes.checkpoints.into(),
-        exact_cache: args.lanes.exact_cache,
+        lanes: args.lanes.map(usize::from),
+        queue: args.queue.into(),
+        cache_memory: args.cache_memory.map(bytes),
+        max_memory: args.max_memory.map(bytes),
+        disk: args
+            .cache_dir
+            .clone()
+            .map(|folder| DiskCache { folder, bytes: bytes(args.cache_disk) }),
+        exact_cache: args.exact_cache,
     }
 }
 

@@ -277,7 +277,11 @@ impl Writer<'_> {
             ("scheduler_requests_accepted", "Requests that the scheduler took", stats.accepted),
             ("scheduler_requests_refused", "Requests that it refused", stats.refused),
             ("scheduler_requests_completed", "Requests that ended well", stats.completed),
-            ("scheduler_requests_cancelled", "Requests cancelled or past a deadline", stats.cancelled),
+            (
+                "scheduler_requests_cancelled",
+                "Requests cancelled or past a deadline",
+                stats.cancelled,
+            ),
             ("scheduler_requests_failed", "Requests that failed", stats.failed),
             ("prompt_tokens", "Prompt tokens of requests that got a lane", stats.prompt_tokens),
             ("cached_tokens", "Of these, not computed", stats.cached_tokens),
