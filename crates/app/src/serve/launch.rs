@@ -102,6 +102,7 @@ fn claude(server: &Server, output: u64, rest: &[String]) -> Start {
         ("ANTHROPIC_DEFAULT_HAIKU_MODEL", model()),
         ("CLAUDE_CODE_SUBAGENT_MODEL", model()),
         ("CLAUDE_CODE_MAX_OUTPUT_TOKENS", output.to_string()),
+        ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", server.context.to_string()),
         ("CLAUDE_CODE_AUTO_COMPACT_WINDOW", server.context.to_string()),
         // A long prompt takes its time on one's own machine.
         ("API_TIMEOUT_MS", "3600000".to_owned()),

@@ -132,11 +132,16 @@ async fn keep(
     let mut pause = FIRST_PAUSE;
     loop {
         let mut child = start(&supervisor.socket)?;
+        // Waiting for a process closes its input, which would tell this one to leave.
+        let input = child.stdin.take();
         supervisor.set(Engine::Running);
         let begun = Instant::now();
         let status = tokio::select! {
             status = child.wait() => status?,
-            _ = &mut stopped => return end(child, drain).await,
+            _ = &mut stopped => {
+                drop(input);
+                return end(child, drain).await;
+            }
         };
         let how = match status.code() {
             Some(code) if HOPELESS.contains(&code) => {
@@ -164,9 +169,8 @@ fn start(socket: &Path) -> anyhow::Result<Child> {
     command.spawn().context("can't start the engine's process")
 }
 
-/// Lets the engine's process end its requests; its input ends, which tells it to.
+/// Lets the engine's process end its requests; its input has ended, which tells it to.
 async fn end(mut child: Child, drain: Duration) -> anyhow::Result<()> {
-    drop(child.stdin.take());
     let patience = drain + Duration::from_secs(5);
     if tokio::time::timeout(patience, child.wait()).await.is_err() {
         note(&"the engine's process did not leave in time and is ended");
