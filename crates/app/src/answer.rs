@@ -90,7 +90,7 @@ pub fn answer(
         let first = *first.get_or_insert(now);
         answer.figures.first_token = first - begun;
         answer.figures.decode = now - first;
-        if take(&mut answer, text.as_mut(), &ids, sink)? {
+        if take(&mut answer, tok.zip(text.as_mut()), &ids, sink)? {
             generator.stop();
             break Finish::Stop;
         }
@@ -129,11 +129,11 @@ fn count(figures: &mut Figures, tokens: usize, round: Option<Round>, timed: bool
 /// Turns new tokens into text; true when a stop string was met.
 fn take(
     answer: &mut Answer,
-    text: Option<&mut OutputStream<'_>>,
+    text: Option<(&dyn Tok, &mut OutputStream)>,
     ids: &[u32],
     sink: &mut dyn Sink,
 ) -> io::Result<bool> {
-    let Some(text) = text else {
+    let Some((tok, text)) = text else {
         answer.tokens.extend(ids);
         sink.write(&Delta::default(), ids)?;
         return Ok(false);
@@ -141,7 +141,7 @@ fn take(
     let mut joined = Delta::default();
     let before = answer.tokens.len();
     for &id in ids {
-        let delta = text.push(id);
+        let delta = text.push(tok, id);
         answer.tokens.push(id);
         joined.reasoning += &delta.reasoning;
         joined.answer += &delta.answer;

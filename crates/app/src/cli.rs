@@ -2,18 +2,29 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use engine::{Rule, SamplingOptions};
 
 use crate::config::Surroundings;
-use crate::generate::{DeviceKind, GenerateOptions, Isa, LoadRequest};
+use crate::generate::{DeviceKind, DraftRef, GenerateOptions, Isa, LoadRequest, ModelRef};
+use crate::hub::cache::repo_of;
+use crate::hub::commands::{ListArgs, PullArgs, RmArgs, fetch};
+use crate::hub::drafts::draft_of;
+use crate::hub::name::ModelName;
+use crate::hub::{Hub, HubOptions};
+use crate::serve;
+use crate::serve::args::{LaunchArgs, ServeArgs};
+use crate::terminal;
+use crate::watch::top::TopArgs;
+use crate::watch::traces::TracesArgs;
 
 /// Runs Qwen3.5-family hybrid models in 4 bits, with drafts verified in one pass.
 #[derive(Debug, Parser)]
 #[command(name = "th-engine", version = version(), arg_required_else_help = true, max_term_width = 100)]
 #[command(after_help = "\
 Environment: TH_ENGINE_MODELS (folders of models, separated as in PATH), TH_ISA (as --isa), TH_NVRTC (folder of \
-libnvrtc.so.13), NO_COLOR.
+libnvrtc.so.13), TH_API_KEY (key of the server), HF_HUB_CACHE, HF_HOME, HF_TOKEN, \
+HF_ENDPOINT, HF_HUB_OFFLINE (models by public names), NO_COLOR.
 Exit status: 0 done, 1 failed while running, 2 wrong command line, 3 model not found or not loaded, \
 130 interrupted.")]
 pub struct Cli {
@@ -47,19 +58,46 @@ input; it is one user message in the model's chat template unless --raw or --tok
 The answer goes to standard output. Reasoning is shown there on a terminal, and goes to standard \
 error otherwise.")]
     Run(Box<RunArgs>),
+    /// Answer the requests of applications: OpenAI's, Anthropic's and Ollama's APIs
+    #[command(long_about = "\
+Answer the requests of applications, in OpenAI's, Anthropic's and Ollama's APIs. GET /openapi.json
+describes them, GET /status tells how the server is. Ctrl-C or SIGTERM let requests end first.")]
+    Serve(Box<ServeArgs>),
+    /// Start an agent on a server that runs: Claude Code, Codex or opencode
+    #[command(long_about = "\
+Start an agent on a server that runs, with the context and the limits that the server really has. With \
+--print, print what would be set instead, as commands of a shell.")]
+    Launch(LaunchArgs),
     /// Describe a model: shapes, memory, expected speed, tokenizer, template
     Inspect(InspectArgs),
     /// Measure prefill, decode and rounds here, next to what the bytes allow
     Bench(BenchArgs),
     /// Show where the time of a prefill and of rounds goes: device time of each op, launches, gaps
     Profile(ProfileArgs),
+    /// Show what servers on this machine kept of their requests
+    #[command(long_about = "\
+Show what servers on this machine kept of their requests: a list, one request with what its time \
+went to, or statistics. It reads the store itself, so it needs no server.")]
+    Traces(Box<TracesArgs>),
+    /// Watch a running server: rates, lanes, queue, cache, latencies
+    Top(TopArgs),
+    /// Fetch a model by its public name
+    #[command(long_about = "\
+Fetch a model by its public name into the cache that other programs use too. A download that stopped \
+goes on where it was; what arrives is held to its checksum. --revision takes a branch, tag or commit.")]
+    Pull(PullArgs),
+    /// List the fetched models
+    List(ListArgs),
+    /// Remove fetched models
+    Rm(RmArgs),
 }
 
 /// Model and machine, for every command.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Model and machine")]
 pub struct EngineArgs {
-    /// Model: a folder, a .gguf file, a name in a model folder, or synth:SHAPE [default: th-tiny]
+    /// Model: a folder, a .gguf file, a name in a model folder, a public name as OWNER/NAME or
+    /// OWNER/NAME:FILE (fetched if need be), or synth:SHAPE [default: th-tiny]
     #[arg(long = "model", global = true, value_name = "MODEL")]
     pub model: Option<String>,
 
@@ -67,6 +105,14 @@ pub struct EngineArgs {
     /// of the text so far), synth (made-up weights, to measure speed), or a draft model
     #[arg(long, global = true, value_name = "DRAFT", default_value = "auto", value_parser = draft)]
     pub draft: String,
+
+    /// Branch, tag or commit of a model by its public name [default: main]
+    #[arg(long, global = true, value_name = "REVISION")]
+    pub revision: Option<String>,
+
+    /// Fetch nothing: a model by its public name has to be in the cache
+    #[arg(long, global = true)]
+    pub offline: bool,
 
     /// Draft in every round; otherwise rounds on the CPU draft only while that is faster. The text
     /// is the same
@@ -91,7 +137,7 @@ pub struct EngineArgs {
 }
 
 /// The model as the first argument of a command.
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct ModelArg {
     /// The model, as --model
     #[arg(value_name = "MODEL")]
@@ -277,7 +323,7 @@ impl Cli {
     pub fn parse_checked(
         args: impl IntoIterator<Item = std::ffi::OsString>,
     ) -> Result<Cli, clap::Error> {
-        let cli = Cli::try_parse_from(args)?;
+        let cli = Cli::parse_with_file(args)?;
         let conflict = |message: String| {
             Err(Cli::command().error(clap::error::ErrorKind::ArgumentConflict, message))
         };
@@ -289,8 +335,10 @@ impl Cli {
         let answer = match &cli.command {
             Command::Chat(args) => Some(&args.answer),
             Command::Run(args) => Some(&args.answer),
-            Command::Inspect(_) => None,
+            Command::Serve(_) | Command::Launch(_) | Command::Inspect(_) => None,
             Command::Bench(_) | Command::Profile(_) => None,
+            Command::Traces(_) | Command::Top(_) => None,
+            Command::Pull(_) | Command::List(_) | Command::Rm(_) => None,
         };
         if cli.engine.device == DeviceKind::Cuda && cli.engine.isa.is_some() {
             return conflict(
@@ -308,6 +356,32 @@ impl Cli {
         Ok(cli)
     }
 
+    /// Parses a command line, and the configuration file that it names as a part of it.
+    fn parse_with_file(
+        args: impl IntoIterator<Item = std::ffi::OsString>,
+    ) -> Result<Cli, clap::Error> {
+        let mut args: Vec<std::ffi::OsString> = args.into_iter().collect();
+        let mut command = Cli::command();
+        let mut matches = command.try_get_matches_from_mut(&args)?;
+        // Built, so that options of all commands are known to this one.
+        let serve = command.find_subcommand("serve").cloned();
+        if let (Some(("serve", given)), Some(serve)) = (matches.subcommand(), &serve)
+            && let Some(path) = given.get_one::<PathBuf>("config")
+        {
+            let wrong = |what| command.clone().error(clap::error::ErrorKind::InvalidValue, what);
+            args.extend(serve::config::arguments(serve, given, path).map_err(wrong)?);
+            matches = command.try_get_matches_from_mut(&args)?;
+        }
+        let mut cli = Cli::from_arg_matches(&matches)?;
+        if let (Command::Serve(args), Some((_, given)), Some(serve)) =
+            (&mut cli.command, matches.subcommand(), &serve)
+            && args.print_config
+        {
+            args.effective = serve::config::effective(serve, given);
+        }
+        Ok(cli)
+    }
+
     /// The model named by either spelling.
     pub fn model_name(&self) -> Option<&str> {
         self.engine.model.as_deref().or(self.positional_model().name.as_deref())
@@ -315,9 +389,21 @@ impl Cli {
 
     /// Resolves the names in the command line.
     pub fn load_request(&self, surroundings: &Surroundings) -> anyhow::Result<LoadRequest> {
-        let model = surroundings.find_model(self.model_name())?;
+        let hub = self.hub_options(surroundings);
+        let model = match surroundings.find_model(self.model_name()) {
+            Ok(model) => model,
+            Err(missing) => ModelRef::Path(public(self.model_name(), &hub)?.ok_or(missing)?),
+        };
+        let draft_hub = HubOptions { revision: None, ..hub };
+        let draft = match surroundings.find_draft(&self.engine.draft, &model) {
+            Ok(DraftRef::None) if self.engine.draft == "auto" => public_draft(&model, &draft_hub)?,
+            Ok(draft) => draft,
+            Err(missing) => {
+                DraftRef::Path(public(Some(&self.engine.draft), &draft_hub)?.ok_or(missing)?)
+            }
+        };
         Ok(LoadRequest {
-            draft: surroundings.find_draft(&self.engine.draft, &model)?,
+            draft,
             model,
             always_draft: self.engine.always_draft,
             threads: self.engine.threads.map(|n| n as usize),
@@ -328,13 +414,45 @@ impl Cli {
         })
     }
 
+    /// Where models by public names come from.
+    pub fn hub_options(&self, surroundings: &Surroundings) -> HubOptions {
+        let hub = surroundings.hub.clone();
+        let offline = hub.offline || self.engine.offline;
+        HubOptions { offline, revision: self.engine.revision.clone(), ..hub }
+    }
+
     fn positional_model(&self) -> &ModelArg {
         match &self.command {
             Command::Chat(args) => &args.model,
             Command::Run(args) => &args.model,
+            Command::Serve(args) => &args.model,
+            Command::Launch(args) => &args.model,
             Command::Inspect(args) => &args.model,
             Command::Bench(args) => &args.model,
             Command::Profile(args) => &args.model,
+            Command::Traces(_) | Command::Top(_) => const { &ModelArg { name: None } },
+            Command::Pull(_) | Command::List(_) | Command::Rm(_) => {
+                const { &ModelArg { name: None } }
+            }
+        }
+    }
+}
+
+/// The model by a public name, fetched if need be; `None` if the name is none.
+fn public(name: Option<&str>, options: &HubOptions) -> anyhow::Result<Option<PathBuf>> {
+    let Some(Ok(name)) = name.map(ModelName::parse) else { return Ok(None) };
+    Ok(Some(fetch(&Hub::new(options)?, &name, false)?))
+}
+
+/// The public draft of a fetched model, if it was fetched as well; otherwise says that there is one.
+fn public_draft(model: &ModelRef, options: &HubOptions) -> anyhow::Result<DraftRef> {
+    let ModelRef::Path(path) = model else { return Ok(DraftRef::None) };
+    let Some(draft) = repo_of(path).as_ref().and_then(draft_of) else { return Ok(DraftRef::None) };
+    match Hub::new(options)?.find(&draft)? {
+        Some(path) => Ok(DraftRef::Path(path)),
+        None => {
+            terminal::note(&format!("faster with its draft: th-engine pull {draft}"));
+            Ok(DraftRef::None)
         }
     }
 }

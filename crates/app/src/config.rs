@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use crate::generate::{DraftRef, Isa, ModelRef};
+use crate::hub::{HubOptions, Token};
 
 /// The model used when none is named.
 pub const DEFAULT_MODEL: &str = "th-tiny";
@@ -25,12 +26,27 @@ pub struct Surroundings {
     pub nvrtc: Option<PathBuf>,
     /// `CUDA_HOME` or `CUDA_PATH`: a CUDA toolkit.
     pub cuda_home: Option<PathBuf>,
+    /// `TH_API_KEY`: the key that a server asks for and a client shows.
+    pub api_key: Option<Secret>,
     /// The user's cache folder.
     pub cache_dir: Option<PathBuf>,
     /// The folder of the running binary.
     pub exe_dir: Option<PathBuf>,
     /// The user's data folder (`$XDG_DATA_HOME` or what the system has instead).
     pub data_dir: Option<PathBuf>,
+    /// Where models by public names come from and are kept: `HF_HUB_CACHE`, `HF_HOME`, `HF_TOKEN`,
+    /// `HF_ENDPOINT`, `HF_HUB_OFFLINE`, as other programs read them.
+    pub hub: HubOptions,
+}
+
+/// A text that is never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(pub String);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
 }
 
 impl Surroundings {
@@ -41,14 +57,27 @@ impl Surroundings {
         let exe = std::env::current_exe().and_then(|exe| exe.canonicalize()).ok();
         let dirs = etcetera::choose_base_strategy().ok();
         let folder = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        let text = |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
+        // The same place on every system.
+        let home = etcetera::home_dir().ok().map(|home| home.join(".cache"));
+        let caches = folder("XDG_CACHE_HOME").or(home);
+        let hub_home = folder("HF_HOME").or_else(|| Some(caches?.join("huggingface")));
         Surroundings {
             models: std::env::var_os("TH_ENGINE_MODELS").filter(|value| !value.is_empty()),
             isa: std::env::var("TH_ISA").ok().filter(|value| !value.is_empty()),
             nvrtc: folder("TH_NVRTC"),
             cuda_home: folder("CUDA_HOME").or_else(|| folder("CUDA_PATH")),
+            api_key: std::env::var("TH_API_KEY").ok().filter(|key| !key.is_empty()).map(Secret),
             cache_dir: dirs.as_ref().map(|dirs| dirs.cache_dir()),
             exe_dir: exe.and_then(|exe| exe.parent().map(Path::to_owned)),
             data_dir: dirs.map(|dirs| dirs.data_dir()),
+            hub: HubOptions {
+                token: text("HF_TOKEN").or_else(|| saved_token(hub_home.as_deref()?)).map(Token),
+                cache: folder("HF_HUB_CACHE").or_else(|| Some(hub_home?.join("hub"))),
+                endpoint: text("HF_ENDPOINT"),
+                offline: text("HF_HUB_OFFLINE").is_some_and(|value| is_yes(&value)),
+                revision: None,
+            },
         }
     }
 
@@ -125,6 +154,11 @@ impl Surroundings {
         cuda::Options { nvrtc: nvrtc.collect(), cache, threads, ..cuda::Options::default() }
     }
 
+    /// Where a server keeps its traces unless told otherwise.
+    pub fn traces(&self) -> Option<PathBuf> {
+        self.data_dir.as_ref().map(|dir| dir.join("th-engine/traces.db"))
+    }
+
     /// The instruction set: the option, else `TH_ISA`, else the best there is.
     pub fn isa(&self, option: Option<Isa>) -> Result<Isa, String> {
         use clap::ValueEnum;
@@ -137,10 +171,21 @@ impl Surroundings {
     }
 }
 
+/// The token that a login left.
+fn saved_token(home: &Path) -> Option<String> {
+    let token = std::fs::read_to_string(home.join("token")).ok()?;
+    Some(token.trim().to_owned()).filter(|token| !token.is_empty())
+}
+
+/// Whether a variable says yes.
+fn is_yes(value: &str) -> bool {
+    ["1", "true", "yes", "on"].contains(&value.trim().to_ascii_lowercase().as_str())
+}
+
 /// A model or draft that is in none of the places looked at.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "no {what} {name:?}; give a folder or a .gguf file, or set TH_ENGINE_MODELS (looked at {})",
+    "no {what} {name:?}; give a folder, a .gguf file or a public name as OWNER/NAME, or set TH_ENGINE_MODELS (looked at {})",
     shown(looked)
 )]
 pub struct NotFound {

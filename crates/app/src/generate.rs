@@ -4,9 +4,11 @@
 //! side's. The commands know only these types, so the tests drive them with a scripted generator.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use engine::{MemoryBytes, SamplingOptions};
+use engine::service::Service;
+use engine::{MemoryBytes, SamplingDefaults, SamplingOptions};
 pub use ops::Counters;
 
 use crate::text::gguf_vocab::GgufVocab;
@@ -221,6 +223,48 @@ pub struct Loaded {
     pub memory: MemoryBytes,
 }
 
+/// How a model answers many requests at once. What is `None` follows from the memory that is free.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ServeOptions {
+    /// Requests that are answered at the same time.
+    pub lanes: Option<usize>,
+    /// Requests that may wait.
+    pub queue: usize,
+    /// Bytes of the prefix cache.
+    pub cache_memory: Option<u64>,
+    /// Bytes that may be used in all.
+    pub max_memory: Option<u64>,
+    /// Where the prefix cache is kept over restarts.
+    pub disk: Option<DiskCache>,
+    /// Whether only state that prefill passes made is reused.
+    pub exact_cache: bool,
+}
+
+/// The part of the prefix cache that lies on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskCache {
+    /// Its folder, made if need be.
+    pub folder: PathBuf,
+    /// The most bytes that it takes.
+    pub bytes: u64,
+}
+
+/// A model that is ready to answer many requests at once.
+pub struct Serving {
+    /// Answers them.
+    pub service: Arc<dyn Service>,
+    /// Where its text side is found.
+    pub text: TextSource,
+    /// Its name.
+    pub model: String,
+    /// The draft's name, or `None` without one.
+    pub draft: Option<String>,
+    /// How the model wants to be sampled.
+    pub defaults: SamplingDefaults,
+    /// Tokens that end its answers.
+    pub stop_tokens: Vec<u32>,
+}
+
 /// How far loading has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress<'a> {
@@ -242,13 +286,21 @@ pub struct Section {
 }
 
 /// Turns a request into a running model.
-pub trait Loader {
+pub trait Loader: Sync {
     /// Loads model and draft.
     fn load(
         &self,
         request: &LoadRequest,
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Loaded>;
+
+    /// Loads model and draft to answer many requests at once.
+    fn serve(
+        &self,
+        request: &LoadRequest,
+        options: &ServeOptions,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> anyhow::Result<Serving>;
 
     /// Describes model, draft, memory plan and expected speed without loading weights.
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)>;

@@ -9,6 +9,7 @@ pub mod config;
 pub mod device;
 pub mod forecast;
 pub mod generate;
+pub mod hub;
 pub mod inspect;
 pub mod interrupt;
 pub mod local;
@@ -16,13 +17,16 @@ pub mod memory;
 pub mod profile;
 pub mod progress;
 pub mod run;
+pub mod serve;
 pub mod session;
 pub mod summary;
+pub mod telemetry;
 pub mod terminal;
 pub mod text;
+pub mod watch;
 
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use crate::answer::AnswerError;
@@ -78,7 +82,10 @@ impl From<AnswerError> for Failure {
 }
 
 /// Runs the program on a command line whose first item is its own name.
-pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) -> ExitCode {
+pub fn main_with(
+    args: impl IntoIterator<Item = OsString>,
+    loader: &'static dyn Loader,
+) -> ExitCode {
     let cli = match Cli::parse_checked(args) {
         Ok(cli) => cli,
         Err(error) => {
@@ -95,11 +102,31 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, loader: &dyn Loader) 
     }
 }
 
-fn command(cli: &Cli, loader: &dyn Loader) -> Result<(), Failure> {
-    let request = cli.load_request(&Surroundings::read()).map_err(Failure::Load)?;
+fn command(cli: &Cli, loader: &'static dyn Loader) -> Result<(), Failure> {
+    let surroundings = Surroundings::read();
+    let options = cli.hub_options(&surroundings);
     match &cli.command {
+        // These look at servers, and load no model.
+        Command::Traces(args) => {
+            return watch::traces::run(args, cli.engine.model.as_deref(), &surroundings);
+        }
+        Command::Top(args) => return watch::top::run(args, &surroundings),
+        Command::Launch(args) => return serve::launch::run(args, &surroundings),
+        Command::Serve(args) if args.print_config => {
+            return write!(std::io::stdout(), "{}", args.effective).map_err(Failure::write);
+        }
+        Command::Pull(args) => return hub::commands::pull(args, &options),
+        Command::List(args) => return hub::commands::list(args, &options),
+        Command::Rm(args) => return hub::commands::rm(args, &options),
+        _ => {}
+    }
+    let request = cli.load_request(&surroundings).map_err(Failure::Load)?;
+    match &cli.command {
+        Command::Traces(_) | Command::Top(_) | Command::Launch(_) => Ok(()),
+        Command::Pull(_) | Command::List(_) | Command::Rm(_) => Ok(()),
         Command::Chat(args) => chat::run(loader, &request, args),
         Command::Run(args) => run::run(loader, &request, args),
+        Command::Serve(args) => serve::run::run(loader, &request, args, &surroundings),
         Command::Inspect(args) => inspect::run(loader, &request, args),
         Command::Bench(args) => inspect::bench(loader, &request, args),
         Command::Profile(args) => inspect::profile(loader, &request, args),

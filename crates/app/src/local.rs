@@ -2,30 +2,36 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use engine::ngram::Ngram;
+use engine::plan::Wishes;
 use engine::{
-    Drafter, Engine, EngineError, EngineOptions, FinishReason, Request, SamplingDefaults, Session,
+    DiskOptions, Drafter, Engine, EngineError, EngineOptions, FinishReason, Request,
+    SamplingDefaults, ServiceOptions, Session,
 };
 use model::files::TokenizerSource;
 use model::generation::GenerationConfig;
 use model::{Draft, DraftSource, Target, TargetSource};
-use ops::{Counters, Device, Trace};
+use ops::{Counters, Device, DryRun, Trace};
 
 use crate::bench;
 use crate::device::{Chosen, choose};
 use crate::forecast;
 use crate::generate::{
-    DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded,
-    Loader, ModelRef, Prefill, Progress, Round, Section, TextSource,
+    DeviceKind, DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest,
+    Loaded, Loader, ModelRef, Prefill, Progress, Round, Section, ServeOptions, Serving, TextSource,
 };
+use crate::memory;
 use crate::profile;
 use crate::text::gguf_vocab::GgufVocab;
 
 /// Tokens of context unless the request or the model says otherwise.
 const DEFAULT_CONTEXT: usize = 8192;
+/// Bytes a second that the prefix cache writes to disk at most, on average: 4 TB a day wear a drive out.
+const DISK_WRITE_RATE: u64 = 50 << 20;
 
 /// Loads models onto a device of this machine.
 #[derive(Debug)]
@@ -62,6 +68,80 @@ impl Loader for Local {
                 engine,
                 end: Some(Finish::Cancelled),
             }),
+        })
+    }
+
+    fn serve(
+        &self,
+        request: &LoadRequest,
+        options: &ServeOptions,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> anyhow::Result<Serving> {
+        let sources = Sources::open(request)?;
+        let text = text_source(sources.target.tokenizer())?;
+        let (defaults, stop_tokens) = {
+            let generation = sources.target.generation();
+            (defaults(generation), generation.eos_token_ids.clone())
+        };
+        let (tell, told) = mpsc::channel();
+        let (for_engine, options) = (request.clone(), options.clone());
+        // The engine is built on a thread of its own, perhaps again after a failure; this one tells
+        // how far it is.
+        let builder = std::thread::spawn(move || {
+            let Chosen { dev, options: base, .. } = choose(&for_engine, &sources)?;
+            let act = dev.info().act;
+            let on_card = for_engine.device == DeviceKind::Cuda;
+            let free = if on_card { None } else { memory::host_free() };
+            let wishes = Wishes {
+                context: None,
+                lanes: options.lanes,
+                cache: options.cache_memory,
+                max_memory: options.max_memory,
+            };
+            let fresh = || DryRun::new(act);
+            let plan = memory::planned(&for_engine, &sources, base, &wishes, free, &fresh)?;
+            let disk = options.disk.as_ref().map(|disk| DiskOptions {
+                dir: disk.folder.clone(),
+                quota: disk.bytes,
+                write_rate: DISK_WRITE_RATE,
+                fingerprint: fingerprint(&for_engine, &dev.info().name),
+            });
+            // A device belongs to the thread that opened it.
+            drop(dev);
+            let how = ServiceOptions {
+                queue: options.queue,
+                exact_cache: options.exact_cache,
+                disk,
+                ..ServiceOptions::default()
+            };
+            let build = move || {
+                let Chosen { dev, .. } = choose(&for_engine, &sources)?;
+                build_with(dev, plan.options, &sources, &for_engine, &mut |progress| {
+                    // Nobody listens when it is built again.
+                    let (done, total) = (progress.done_bytes, progress.total_bytes);
+                    let _ = tell.send((progress.phase.to_owned(), done, total));
+                })
+            };
+            engine::serve(build, how)
+        });
+        while !builder.is_finished() {
+            let news = told.recv_timeout(Duration::from_millis(50));
+            if let Ok((phase, done_bytes, total_bytes)) = news {
+                progress(Progress { phase: &phase, done_bytes, total_bytes });
+            }
+        }
+        let service = builder.join().unwrap_or_else(|_| anyhow::bail!("loading panicked"))?;
+        Ok(Serving {
+            service,
+            text,
+            model: name_of(&request.model),
+            draft: match &request.draft {
+                DraftRef::None => None,
+                DraftRef::Ngram => Some("ngram".to_owned()),
+                draft => Some(draft_name(draft)),
+            },
+            defaults,
+            stop_tokens,
         })
     }
 
@@ -214,7 +294,11 @@ fn model_path(model: &ModelRef) -> PathBuf {
     }
 }
 
+/// What people call a model: its public name, else the name of its file or folder.
 fn file_name(path: &Path) -> String {
+    if let Some(repo) = crate::hub::cache::repo_of(path) {
+        return repo.to_string();
+    }
     path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into())
 }
 
@@ -223,6 +307,29 @@ fn name_of(model: &ModelRef) -> String {
         ModelRef::Path(path) => file_name(path),
         ModelRef::Synthetic(name) => format!("synth:{name}"),
     }
+}
+
+/// Names what decides the bits of a state: the files of model and draft, the build, the device.
+fn fingerprint(request: &LoadRequest, device: &str) -> String {
+    let mut parts = vec![crate::cli::version().to_owned(), device.to_owned()];
+    parts.push(format!("{:?}", request.draft));
+    let draft = match &request.draft {
+        DraftRef::Path(path) => Some(path.clone()),
+        _ => None,
+    };
+    for path in [Some(model_path(&request.model)), draft].into_iter().flatten() {
+        let path = path.canonicalize().unwrap_or(path);
+        parts.push(path.display().to_string());
+        let files =
+            std::fs::read_dir(&path).into_iter().flatten().flatten().map(|file| file.path());
+        let mut files: Vec<PathBuf> = files.chain([path]).collect();
+        files.sort();
+        for file in files {
+            let Ok(about) = std::fs::metadata(&file) else { continue };
+            parts.push(format!("{} {} {:?}", file.display(), about.len(), about.modified().ok()));
+        }
+    }
+    parts.join("\n")
 }
 
 fn draft_name(draft: &DraftRef) -> String {

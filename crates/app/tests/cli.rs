@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use app::generate::{
     Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded, Loader, Prefill,
-    Progress, Round, Section, TextSource,
+    Progress, Round, Section, ServeOptions, Serving, TextSource,
 };
 use app::text::tokenizer::{Tok, Tokenizer};
 use serde_json::{Value, json};
@@ -91,6 +91,15 @@ impl Loader for Scripted {
 
     fn profile(&self, _: &LoadRequest) -> anyhow::Result<Vec<Section>> {
         anyhow::bail!("a scripted engine has no speed")
+    }
+
+    fn serve(
+        &self,
+        _request: &LoadRequest,
+        _options: &ServeOptions,
+        _progress: &mut dyn FnMut(Progress<'_>),
+    ) -> anyhow::Result<Serving> {
+        anyhow::bail!("these tests serve nobody")
     }
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
@@ -175,7 +184,7 @@ fn child() {
         .collect();
     print!("{MARK}");
     std::io::stdout().flush().unwrap();
-    let status = app::main_with(args, &Scripted(script));
+    let status = app::main_with(args, Box::leak(Box::new(Scripted(script))));
     let failed = format!("{status:?}") != format!("{:?}", std::process::ExitCode::SUCCESS);
     let digits: String = format!("{status:?}").chars().filter(char::is_ascii_digit).collect();
     std::process::exit(if failed { digits.parse().unwrap() } else { 0 });

@@ -59,7 +59,7 @@ impl Bench {
     /// f32 in −0.1..0, so that states stay small.
     fn decays(&mut self, count: usize) -> Buf {
         let buf = self.alloc(4 * count);
-        self.dev.upload(buf, 1 << 20, &|offset, part| {
+        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
             for (i, x) in part.chunks_exact_mut(4).enumerate() {
                 x.copy_from_slice(&(-0.1 * noise(offset / 4 + i).abs()).to_le_bytes());
             }
@@ -107,7 +107,7 @@ impl Bench {
     fn weight(&mut self, n: usize, k: usize) -> Weight {
         let format = Format::Affine { codes: Codes::U4, group: 64, scale: ScaleDtype::Bf16 };
         let buf = self.alloc(format.packed_bytes(n, k).expect("whole groups"));
-        self.dev.upload(buf, 1 << 20, &|offset, part| {
+        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
             for (i, x) in part.chunks_exact_mut(2).enumerate() {
                 x.copy_from_slice(&[(noise(offset / 2 + i) * 128.0) as i8 as u8, 0x3c]);
             }
@@ -236,6 +236,8 @@ impl Bench {
                         state,
                         pending,
                         out: mixed,
+                        // A deferred pass needs none.
+                        scratch: mixed.slice(0, 0),
                         lanes,
                         geometry,
                         block,

@@ -180,6 +180,11 @@ impl ChatText {
         self.tok.as_ref()
     }
 
+    /// The tokenizer, to be kept.
+    pub fn shared_tok(&self) -> Arc<dyn Tok> {
+        Arc::clone(&self.tok)
+    }
+
     /// The chat templates.
     pub fn templates(&self) -> &Templates {
         &self.templates

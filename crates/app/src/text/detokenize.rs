@@ -49,6 +49,11 @@ impl Utf8Decoder {
             out.push(REPLACEMENT);
         }
     }
+
+    /// Whether a character has begun and not ended.
+    pub fn holds(&self) -> bool {
+        !self.pending.is_empty()
+    }
 }
 
 /// Decodes a stream of token ids.
@@ -74,6 +79,11 @@ impl Detokenizer {
     /// Ends the text: an unfinished character becomes U+FFFD.
     pub fn finish(&mut self, out: &mut String) {
         self.utf8.finish(out);
+    }
+
+    /// Whether a character has begun and not ended.
+    pub fn holds(&self) -> bool {
+        self.utf8.holds()
     }
 }
 

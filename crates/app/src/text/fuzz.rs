@@ -40,7 +40,10 @@ fn run<S: Strategy<Value = String>>(share: usize, strategy: S) {
     assert!(rendered.get() * share >= cases.get(), "{} of {}", rendered.get(), cases.get());
 }
 
-fn run_cases<S: Strategy>(strategy: S, check: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+pub(super) fn run_cases<S: Strategy>(
+    strategy: S,
+    check: impl Fn(S::Value) -> Result<(), TestCaseError>,
+) {
     #[expect(clippy::disallowed_methods, reason = "tests only: how long to fuzz")]
     let seconds = std::env::var("TH_FUZZ_SECONDS").ok().and_then(|s| s.parse().ok());
     let config = |cases| Config { cases, failure_persistence: None, ..Config::default() };

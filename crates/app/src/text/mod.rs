@@ -1,10 +1,12 @@
-//! Everything between text and token ids: tokenizers, chat templates, streamed output.
+//! Everything between text and token ids: tokenizers, chat templates, streamed output, tool calls,
+//! and what answers have to obey.
 
 pub mod chat;
 pub mod detokenize;
 #[cfg(test)]
 mod fuzz;
 pub mod gguf_vocab;
+pub mod grammar;
 pub mod guard;
 pub mod python_json;
 pub mod reasoning;
@@ -12,3 +14,4 @@ pub mod stop;
 pub mod stream;
 pub mod template;
 pub mod tokenizer;
+pub mod tools;

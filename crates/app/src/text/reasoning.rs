@@ -136,6 +136,11 @@ impl Splitter {
         matches!(self.state, State::Opened | State::Reasoning)
     }
 
+    /// Whether text waits for what follows to show what it is.
+    pub fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// Decides what the output begins with; false while it can't be told.
     fn begin(&mut self) -> bool {
         let text = self.held.trim_start();

@@ -59,6 +59,11 @@ impl StopMatcher {
         Stopped::No
     }
 
+    /// Whether the text ends with what may be the beginning of a stop string.
+    pub fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// Ends the text: what was held back is no stop string after all.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);

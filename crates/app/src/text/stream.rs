@@ -32,8 +32,10 @@ pub struct Delta {
 }
 
 /// Follows the tokens of one answer.
-pub struct OutputStream<'a> {
-    tok: &'a dyn Tok,
+///
+/// The tokenizer comes with every token, so that a stream can outlive any borrow of it.
+#[derive(Debug)]
+pub struct OutputStream {
     open: Option<u32>,
     close: Option<u32>,
     detokenizer: Detokenizer,
@@ -41,12 +43,11 @@ pub struct OutputStream<'a> {
     stops: StopMatcher,
 }
 
-impl<'a> OutputStream<'a> {
+impl OutputStream {
     /// A stream at its beginning.
-    pub fn new(tok: &'a dyn Tok, options: &StreamOptions) -> OutputStream<'a> {
+    pub fn new(tok: &dyn Tok, options: &StreamOptions) -> OutputStream {
         let (open, close) = (tok.added_id(OPEN), tok.added_id(CLOSE));
         OutputStream {
-            tok,
             open,
             close,
             detokenizer: Detokenizer::new(options.keep_special),
@@ -56,7 +57,7 @@ impl<'a> OutputStream<'a> {
     }
 
     /// Takes the next token. After a stop string, further tokens give no text.
-    pub fn push(&mut self, id: u32) -> Delta {
+    pub fn push(&mut self, tok: &dyn Tok, id: u32) -> Delta {
         let (mut text, mut split) = (String::new(), Split::default());
         match self.tag(id) {
             Some(tag) => {
@@ -65,7 +66,7 @@ impl<'a> OutputStream<'a> {
                 self.splitter.tag(tag, &mut split);
             }
             None => {
-                self.detokenizer.push(self.tok, id, &mut text);
+                self.detokenizer.push(tok, id, &mut text);
                 self.splitter.push(&text, &mut split);
             }
         }
@@ -81,6 +82,16 @@ impl<'a> OutputStream<'a> {
         let mut delta = self.match_stops(split);
         self.stops.finish(&mut delta.answer);
         delta
+    }
+
+    /// Whether the model was thinking so far.
+    pub fn in_reasoning(&self) -> bool {
+        self.splitter.in_reasoning()
+    }
+
+    /// Whether text waits for the tokens that decide what it is.
+    pub fn holds(&self) -> bool {
+        self.detokenizer.holds() || self.splitter.holds() || self.stops.holds()
     }
 
     fn tag(&self, id: u32) -> Option<Tag> {
@@ -139,7 +150,7 @@ mod tests {
             delta.stop.is_some()
         };
         for (index, &id) in ids.iter().enumerate() {
-            if add(stream.push(id)) {
+            if add(stream.push(tok, id)) {
                 return (all, Some(index + 1));
             }
         }
@@ -157,7 +168,7 @@ mod tests {
         let text = "👩‍👩‍👧‍👦 🇯🇵 漢字 é 𝄞";
         let ids = encode(tok, text);
         let mut stream = OutputStream::new(tok, &options(Start::Answer, &[]));
-        let deltas: Vec<String> = ids.iter().map(|&id| stream.push(id).answer).collect();
+        let deltas: Vec<String> = ids.iter().map(|&id| stream.push(tok, id).answer).collect();
         assert!(deltas.iter().any(String::is_empty) && !deltas.concat().contains('\u{FFFD}'));
         assert_eq!(deltas.concat(), text);
     }

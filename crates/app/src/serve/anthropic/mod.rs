@@ -1,0 +1,5 @@
+//! Anthropic's API.
+
+pub mod messages;
+pub mod request;
+pub mod stream;

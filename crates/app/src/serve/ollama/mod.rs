@@ -1,0 +1,7 @@
+//! Ollama's API.
+
+pub mod about;
+pub mod chat;
+pub mod generate;
+pub mod options;
+pub mod reply;
