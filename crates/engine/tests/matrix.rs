@@ -114,7 +114,7 @@ fn rounds(answer: &Answer) -> Vec<(usize, usize)> {
 
 #[test]
 fn nothing_else_decides_what_a_request_gets() {
-    let (count, tokens) = if slow() { (50, 48) } else { (12, 12) };
+    let (count, tokens) = if slow() { (50, 48) } else { (10, 10) };
     let cases = cases(count, tokens);
     let dir = std::env::temp_dir().join(format!("th-engine-matrix-{}", std::process::id()));
     for (n, cell) in cells().into_iter().enumerate() {

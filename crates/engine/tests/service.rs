@@ -31,7 +31,7 @@ fn each_answer_is_what_it_would_be_alone() {
     let want: Vec<Vec<u32>> = prompts
         .iter()
         .enumerate()
-        .map(|(i, p)| answer(&mut alone, &mut Session::new(0), request(p, 24, samplers(i))).0)
+        .map(|(i, p)| answer(&mut alone, &mut Session::new(0), request(p, 14, samplers(i))).0)
         .collect();
     for ahead in [false, true] {
         let options = EngineOptions { ahead, ..lanes(4) };
@@ -40,7 +40,7 @@ fn each_answer_is_what_it_would_be_alone() {
             .iter()
             .enumerate()
             .map(|(i, prompt)| {
-                let mut request = ask(prompt, 24, samplers(i));
+                let mut request = ask(prompt, 14, samplers(i));
                 // Lanes that draft and lanes that don't in one batch.
                 request.draft = i != 1;
                 submit(&*service, request)
