@@ -81,7 +81,7 @@ impl Loader for Scripted {
             draft: Some(format!("{:?}", request.draft)),
             device: format!("{:?} {:?} threads", request.isa, request.threads),
             floor_ms_per_round: Some(0.5),
-            memory: engine::MemoryBytes { weights: 7, draft: 5, kv: 3, state: 1 },
+            memory: engine::MemoryBytes { weights: 7, draft: 5, kv: 3, state: 1, snapshots: 0 },
         })
     }
 

@@ -257,7 +257,8 @@ impl Bench {
         let order = self.dev.info().tiles;
         source.pack_piece(order, (ROWS, k), 0, &mut packed).expect("whole tiles");
         let buf = self.alloc(format.packed_bytes(n, k).expect("a size"));
-        self.dev.upload(buf, packed.len(), &|_, _, part| part.copy_from_slice(&packed[..part.len()]));
+        self.dev
+            .upload(buf, packed.len(), &|_, _, part| part.copy_from_slice(&packed[..part.len()]));
         Weight { buf, format, n, k }
     }
 

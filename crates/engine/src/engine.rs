@@ -121,15 +121,16 @@ pub struct MemoryBytes {
     pub draft: u64,
     /// Pages of keys and values of all lanes, the draft's included.
     pub kv: u64,
-    /// Recurrent cells of all lanes, with their histories and pending rows, and those kept for the
-    /// prefix cache.
+    /// Recurrent cells of all lanes, with their histories and pending rows.
     pub state: u64,
+    /// Recurrent cells kept for the prefix cache.
+    pub snapshots: u64,
 }
 
 impl MemoryBytes {
     /// All of them.
     pub fn total(&self) -> u64 {
-        self.weights + self.draft + self.kv + self.state
+        self.weights + self.draft + self.kv + self.state + self.snapshots
     }
 }
 
@@ -279,8 +280,8 @@ impl<D: Device> Engine<D> {
             weights: sum(&mut bufs(self.target.pass_weights()).chain(embed)),
             draft: sum(&mut drafts().flat_map(|(d, _)| bufs(d.pass_weights())).chain(codebooks)),
             kv: sum(&mut pools.flat_map(|kv| [kv.keys, kv.values])),
-            state: sum(&mut cells
-                .flat_map(|c| [c.history, c.state, c.pending, c.saved_state, c.saved_history])),
+            state: sum(&mut cells.clone().flat_map(|c| [c.history, c.state, c.pending])),
+            snapshots: sum(&mut cells.flat_map(|c| [c.saved_state, c.saved_history])),
         }
     }
 
