@@ -27,7 +27,7 @@ fn seeded(seed: u64) -> engine::Sampler {
 fn each_answer_is_what_it_would_be_alone() {
     let prompts = prompts(6);
     let mut alone = engine(With::None);
-    let samplers = |i: usize| if i % 2 == 0 { greedy() } else { seeded(i as u64) };
+    let samplers = |i: usize| if i.is_multiple_of(2) { greedy() } else { seeded(i as u64) };
     let want: Vec<Vec<u32>> = prompts
         .iter()
         .enumerate()
@@ -131,7 +131,7 @@ struct Even(Vec<u32>);
 
 impl Constraint for Even {
     fn masks(&mut self, proposals: &[u32], masks: &mut [u32]) -> Result<usize, String> {
-        let even = proposals.iter().take_while(|&&id| id % 2 == 0).count();
+        let even = proposals.iter().take_while(|&&id| id.is_multiple_of(2)).count();
         let words = masks.len() / (proposals.len() + 1);
         // Whatever lies behind the masks that are written must not be looked at.
         masks[..(even + 1) * words].fill(0x5555_5555);
@@ -165,7 +165,9 @@ fn constrained_lanes_and_others_share_rounds() {
         let answers = asked.map(Asked::wait);
         for answer in &answers[1..] {
             assert_eq!(answer.done().finish, Finish::Constraint);
-            assert!(answer.ids().iter().all(|id| id % 2 == 0) && answer.tokens.len() >= 30);
+            assert!(
+                answer.ids().iter().all(|id| id.is_multiple_of(2)) && answer.tokens.len() >= 30
+            );
         }
         // With proposals, the last round may reach beyond the thirtieth token.
         texts.push(answers.iter().map(|a| a.ids()[..a.tokens.len().min(30)].to_vec()).collect());
