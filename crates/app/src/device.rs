@@ -7,6 +7,7 @@ use ops::{ActDtype, Device, DryRun, Host};
 
 use crate::generate::{DeviceKind, Isa, LoadRequest};
 use crate::local::{Sources, build};
+use crate::memory::host_free;
 
 /// A device, and what suits it.
 pub struct Chosen {
@@ -16,6 +17,8 @@ pub struct Chosen {
     pub dry: DryRun,
     /// Rows of a prefill pass, and whether rounds are submitted ahead.
     pub options: EngineOptions,
+    /// Bytes that are free where the model is to lie, if that is known.
+    pub free: Option<u64>,
 }
 
 /// The device that a request asks for, ready to run its model.
@@ -31,7 +34,8 @@ pub fn choose(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen
 fn cpu(request: &LoadRequest) -> anyhow::Result<Chosen> {
     let threads = request.threads.unwrap_or_else(physical_cores);
     let dev = Box::new(Host::new(isa(request.isa)?, threads));
-    Ok(Chosen { dev, dry: DryRun::new(ActDtype::I8), options: EngineOptions::default() })
+    let (dry, options) = (DryRun::new(ActDtype::I8), EngineOptions::default());
+    Ok(Chosen { dev, dry, options, free: host_free() })
 }
 
 fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
@@ -48,7 +52,8 @@ fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
     }
     dev.prepare(&dry.launches)?;
     let dry = DryRun::on_card(*dev.card());
-    Ok(Chosen { dev: Box::new(dev), dry, options })
+    let free = dev.free_memory();
+    Ok(Chosen { dev: Box::new(dev), dry, options, free })
 }
 
 fn isa(isa: Isa) -> anyhow::Result<ops::simd::Isa> {

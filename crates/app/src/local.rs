@@ -88,10 +88,8 @@ impl Loader for Local {
         // The engine is built on a thread of its own, perhaps again after a failure; this one tells
         // how far it is.
         let builder = std::thread::spawn(move || {
-            let Chosen { dev, options: base, .. } = choose(&for_engine, &sources)?;
+            let Chosen { dev, options: base, free, .. } = choose(&for_engine, &sources)?;
             let act = dev.info().act;
-            let on_card = for_engine.device == DeviceKind::Cuda;
-            let free = if on_card { None } else { memory::host_free() };
             let wishes = Wishes {
                 context: None,
                 lanes: options.lanes,

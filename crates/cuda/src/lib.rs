@@ -141,6 +141,12 @@ impl Cuda {
         self.kernels.prepare(&self.gpu.card, launches).map_err(failed)
     }
 
+    /// Bytes of device memory that nobody holds; `None` if the driver doesn't say.
+    pub fn free_memory(&self) -> Option<u64> {
+        self.gpu.enter().ok()?;
+        Some(cudarc::driver::result::mem_get_info().ok()?.0 as u64)
+    }
+
     /// Bytes of device memory held.
     pub fn memory_bytes(&self) -> usize {
         self.memory.bytes()
