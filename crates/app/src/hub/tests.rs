@@ -100,7 +100,11 @@ fn answer(
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     let mut lines = BufReader::new(stream.try_clone()?).lines();
     let request = lines.next().unwrap_or(Ok(String::new()))?;
-    let path = request.split(' ').nth(1).unwrap_or_default().to_owned();
+    let target = request.split(' ').nth(1).unwrap_or_default();
+    let path = match target.starts_with("/api/") {
+        true => target.to_owned(),
+        false => target.split('?').next().unwrap_or_default().to_owned(),
+    };
     let (mut from, mut token) = (0, "");
     for line in lines {
         let line = line?.to_ascii_lowercase();
