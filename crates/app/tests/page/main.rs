@@ -142,7 +142,7 @@ fn observability_by_keyboard(browser: &mut Browser, folder: &Path) {
     browser.wait("document.querySelectorAll('#charts svg').length === 4");
     assert_eq!(browser.eval("document.querySelectorAll('#charts .bar').length > 30"), true);
     assert_eq!(browser.eval("document.querySelectorAll('#charts .line').length >= 4"), true);
-    assert_eq!(browser.eval("document.querySelectorAll('#lanes .busy').length"), 1);
+    browser.wait("document.querySelectorAll('#lanes .busy').length === 1");
     assert_eq!(browser.eval("document.querySelectorAll('#watch script').length"), 0);
     let label = browser.eval("document.querySelector('#charts svg').getAttribute('aria-label')");
     assert!(label.as_str().unwrap().contains("up to"), "{label}");

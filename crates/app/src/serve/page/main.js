@@ -10,8 +10,11 @@ function choose(name) {
     $(`tab-${tab}`).setAttribute("aria-selected", String(chosen));
     $(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
   }
-  if (name === "watch") lookAtTraces();
-  else $("log").scrollTop = $("log").scrollHeight;
+  if (name === "watch") {
+    lookAtTraces();
+    // A server that does not answer is told by the next regular look.
+    lookAtStatus().catch(() => {});
+  } else $("log").scrollTop = $("log").scrollHeight;
   if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
 }
 
