@@ -84,6 +84,16 @@ __device__ __forceinline__ void send(const float* to, float x, const u64* bar, u
         : "memory");
 }
 
+// Until what the other block sent is there.
+__device__ __forceinline__ void await_sent(const u64* bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+            shared_address(bar)),
+        "r"(parity)
+        : "memory");
+}
+
 // x / (1 + e^-x), to some units in the last place.
 __device__ __forceinline__ float quick_silu(float x) {
     return __fdividef(x, 1.0f + expf(-x));
@@ -371,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gdn_mix(
             if (c < 2 * KEY_DIM && !part.keeps_key) continue;
             *(float4*)(past + (first + r) * CHANNELS + part.channel(c)) = *(const float4*)&shared.stream[r][c];
         }
-        if (rows > 0) phase_wait(shared_address(sent), stage / 2 % 2);
+        if (rows > 0) await_sent(sent, stage / 2 % 2);
         for (u32 r = warp; r < rows; r += WARPS) {
             float squares = squares_of(shared, r) + shared.squares[stage % 2][r];
             if (4 * lane >= COLUMNS) continue;
