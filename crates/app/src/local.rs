@@ -21,8 +21,8 @@ use crate::bench;
 use crate::device::{Chosen, choose};
 use crate::forecast;
 use crate::generate::{
-    DeviceKind, DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest,
-    Loaded, Loader, ModelRef, Prefill, Progress, Round, Section, ServeOptions, Serving, TextSource,
+    DraftRef, Event, Finish, GenerateError, GenerateOptions, Generator, LoadRequest, Loaded,
+    Loader, ModelRef, Prefill, Progress, Round, Section, ServeOptions, Serving, TextSource,
 };
 use crate::memory;
 use crate::profile;
@@ -145,7 +145,7 @@ impl Loader for Local {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, dry, options } = choose(request, &sources)?;
+        let Chosen { dev, dry, options, .. } = choose(request, &sources)?;
         let device = dev.info();
         let engine = build(dry, options, &sources, request, &mut |_| ())?;
         let mut sections = forecast::sections(&sources.target, sources.draft.as_ref(), &engine);
