@@ -32,7 +32,8 @@
 #define QUADS (WIDTH / 4)
 #define KEY_QUADS ((KEY_DIM + 127) / 128)
 // So many registers that the blocks of the launches before and after fit beside these.
-#define RESIDENT (65536 / (THREADS * (OWN <= 8 ? 64 : 128)))
+#define BLOCKS (65536 / (THREADS * (OWN <= 8 ? 64 : 128)))
+#define RESIDENT (BLOCKS < 16 ? BLOCKS : 16)
 
 struct Shared {
     float taps[TAPS][WIDTH];
