@@ -127,7 +127,6 @@ pub async fn status(State(app): State<App>) -> Json<Value> {
                 "draft_bytes": memory.draft,
                 "kv_bytes": memory.kv,
                 "state_bytes": memory.state,
-                "checkpoint_bytes": memory.snapshots,
                 "total_bytes": memory.total(),
             },
             "lanes": {"total": info.lanes, "running": stats.running},

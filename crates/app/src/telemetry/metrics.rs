@@ -313,7 +313,6 @@ impl Writer<'_> {
             ("draft", memory.draft),
             ("kv", memory.kv),
             ("state", memory.state),
-            ("snapshots", memory.snapshots),
         ] {
             let labels = [("kind", kind)];
             ConstGauge::new(bytes as f64).encode(encoder.encode_family(&labels)?)?;
