@@ -273,9 +273,10 @@ async fn release_when_idle(lifecycle: Arc<Lifecycle>, idle: Duration) {
 
 /// A server whose model can't be loaded has nothing to serve.
 async fn first_load_failed(lifecycle: &Lifecycle) {
-    match lifecycle.settled().await {
-        Phase::Failed(_) => {}
-        _ => std::future::pending().await,
+    // Not in a `match`: that would hold the model for as long as the server runs.
+    let failed = matches!(lifecycle.settled().await, Phase::Failed(_));
+    if !failed {
+        std::future::pending::<()>().await;
     }
 }
 
