@@ -155,8 +155,8 @@ pub fn choose(paths: &[&str], name: &ModelName) -> Result<Chosen, HubError> {
             let stem = stem(path);
             stem == file.trim_end_matches(".gguf") || stem.ends_with(&format!("-{file}"))
         };
-        if models.iter().any(|path| full(path)) {
-            models.retain(|path| full(path));
+        if models.iter().any(full) {
+            models.retain(full);
         }
     }
     let whole = |path: &str| {

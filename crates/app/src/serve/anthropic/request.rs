@@ -228,10 +228,10 @@ impl MessagesRequest {
             messages,
             tool_choice: self.tool_choice(&tools)?,
             tools,
-            parallel_tool_calls: !self
+            parallel_tool_calls: self
                 .tool_choice
                 .as_ref()
-                .is_some_and(|choice| choice.disable_parallel_tool_use == Some(true)),
+                .is_none_or(|choice| choice.disable_parallel_tool_use != Some(true)),
             reasoning: self.reasoning()?,
             template: Map::new(),
         })

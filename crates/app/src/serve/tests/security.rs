@@ -32,11 +32,11 @@ async fn ask(rig: &Rig, method: Method, path: &str, headers: &[(&str, &str)]) ->
 fn routes() -> Vec<(Method, String)> {
     let document = serde_json::to_value(document()).unwrap();
     let mut routes = Vec::new();
+    let parameter = regex::Regex::new(r"\{[^}]*\}").unwrap();
     for (path, methods) in document["paths"].as_object().unwrap() {
         for method in methods.as_object().unwrap().keys() {
             let method: Method = method.to_uppercase().parse().unwrap();
-            let path = regex::Regex::new(r"\{[^}]*\}").unwrap().replace_all(path, "x").into_owned();
-            routes.push((method, path));
+            routes.push((method, parameter.replace_all(path, "x").into_owned()));
         }
     }
     for path in ["/metrics", "/traces", "/traces/x", "/traces/stats", "/openapi.json", "/nowhere"] {
