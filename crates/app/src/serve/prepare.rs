@@ -1,6 +1,6 @@
 //! From a [`Generation`] to the requests that the engine gets.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use engine::Sampler;
 use engine::service::{Constraint, Request};
@@ -210,6 +210,10 @@ pub fn guide(
     let guided = grammars.guide(&rules);
     exchange.stage(Stage::Constraint, begun);
     guided.map_err(|error| {
+        if error.busy {
+            let wait = Duration::from_secs(1);
+            return ApiError::unavailable("grammars_busy", error.to_string(), wait);
+        }
         let forced = matches!(chat.tool_choice, ToolChoice::Required | ToolChoice::Named(_));
         let (code, param) = match forced {
             true => ("invalid_tool_choice", "tool_choice"),

@@ -147,8 +147,7 @@ impl Server {
         } else {
             let (served, exchange) = (Arc::clone(served), exchange.clone());
             let work = move || answer::begin(&served, &generation, &exchange);
-            let done = tokio::task::spawn_blocking(work).await;
-            done.map_err(|_| ApiError::server("internal", "preparing the prompt failed"))??
+            aside(work).await?
         };
         exchange.notes(answer.prepared.notes.iter().cloned());
         let idle = answer.without_effect.iter();
@@ -165,6 +164,17 @@ impl Server {
     pub fn uptime(&self) -> Duration {
         self.begun.elapsed().unwrap_or_default()
     }
+}
+
+/// Does what takes as long as a request is big away from the threads that move bytes.
+///
+/// # Errors
+/// Those of the work.
+pub async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|_| ApiError::server("internal", "preparing the reply failed"))?
 }
 
 /// Whether a request is prepared within about a millisecond, and may be on a thread that also moves

@@ -10,8 +10,10 @@ use super::errors::ApiError;
 use super::generation::{Chat, Reasoning};
 use super::openai::messages::{ChatMessage, conversation, tools};
 use super::prepare;
-use super::state::App;
+use super::state::{App, aside};
+use crate::text::chat::ChatText;
 use crate::text::detokenize::decode;
+use crate::text::tokenizer::Tok;
 
 /// A text to make tokens of.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -43,7 +45,11 @@ pub async fn tokenize(
     Json(request): Json<TokenizeRequest>,
 ) -> Result<axum::Json<Tokenized>, ApiError> {
     let (facts, _) = app.about(None)?;
-    let text = facts.text()?;
+    let tokens = aside(move || tokens(facts.text()?, &request)).await?;
+    Ok(axum::Json(Tokenized { tokens }))
+}
+
+fn tokens(text: &ChatText, request: &TokenizeRequest) -> Result<Vec<Value>, ApiError> {
     let failed = |e: crate::text::tokenizer::TokenizerError| {
         ApiError::bad_request("tokenizer_failed", e.what)
     };
@@ -66,7 +72,7 @@ pub async fn tokenize(
         }
         _ => id.into(),
     };
-    Ok(axum::Json(Tokenized { tokens: ids.into_iter().map(token).collect() }))
+    Ok(ids.into_iter().map(token).collect())
 }
 
 /// Tokens to make a text of.
@@ -93,12 +99,16 @@ pub async fn detokenize(
     Json(request): Json<DetokenizeRequest>,
 ) -> Result<axum::Json<Detokenized>, ApiError> {
     let (facts, _) = app.about(None)?;
-    let tok = facts.text()?.tok();
-    if let Some(id) = request.tokens.iter().find(|&&id| id as usize >= tok.id_count()) {
+    let content = aside(move || text_of(facts.text()?.tok(), &request.tokens)).await?;
+    Ok(axum::Json(Detokenized { content }))
+}
+
+fn text_of(tok: &dyn Tok, ids: &[u32]) -> Result<String, ApiError> {
+    if let Some(id) = ids.iter().find(|&&id| id as usize >= tok.id_count()) {
         let what = format!("token {id} is not in the vocabulary of {}", tok.id_count());
         return Err(ApiError::invalid("tokens", what));
     }
-    Ok(axum::Json(Detokenized { content: decode(tok, &request.tokens, true) }))
+    Ok(decode(tok, ids, true))
 }
 
 /// A conversation to render.
@@ -140,6 +150,6 @@ pub async fn apply_template(
         template: request.chat_template_kwargs.unwrap_or_default(),
         ..Chat::default()
     };
-    let prompt = prepare::render(facts.text()?, &chat)?;
+    let prompt = aside(move || prepare::render(facts.text()?, &chat)).await?;
     Ok(axum::Json(Rendered { prompt: prompt.text.text().into_owned(), notes: prompt.notes }))
 }

@@ -14,7 +14,7 @@ use crate::serve::errors::ApiError;
 use crate::serve::exchange::Exchange;
 use crate::serve::generation::{End, FinishReason, Input, Piece, Whole};
 use crate::serve::openai::reply::Timings;
-use crate::serve::state::App;
+use crate::serve::state::{App, aside};
 use crate::serve::{ids, prepare, stream};
 
 /// A message.
@@ -191,7 +191,6 @@ pub async fn count_tokens(
     let (facts, _) = app.about(request.model.as_deref())?;
     let input = Input::Chat(request.chat()?);
     let count = move || prepare::prompt(&facts, &input, &exchange).map(|prompt| prompt.ids.len());
-    let counted = tokio::task::spawn_blocking(count).await;
-    let input_tokens = counted.map_err(|_| ApiError::server("internal", "counting failed"))??;
+    let input_tokens = aside(count).await?;
     Ok(axum::Json(TokenCount { input_tokens }))
 }

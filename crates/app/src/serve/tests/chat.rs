@@ -324,6 +324,18 @@ async fn the_prompt_of_a_request_can_be_seen() {
 }
 
 #[tokio::test]
+async fn long_texts_hold_nobody_up() {
+    let rig = Rig::saying("");
+    let long = json!({"content": "a".repeat(200_000)});
+    // One thread moves all bytes here: a reply that it makes itself comes before the other's.
+    tokio::select! {
+        biased;
+        _ = rig.post("/tokenize", &long) => panic!("the thread was held up"),
+        health = rig.get("/health") => assert_eq!(health.status, StatusCode::OK),
+    }
+}
+
+#[tokio::test]
 async fn what_a_template_does_not_know_is_said() {
     let rig = Rig::saying("</think>ok");
     let fields = json!({"reasoning_effort": "high", "chat_template_kwargs": {"flavour": 1}});

@@ -4,9 +4,8 @@
 //! that an agent's tools are compiled once and not in every turn.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar};
@@ -54,7 +53,39 @@ pub(super) struct Compiler {
     factory: Arc<ParserFactory>,
     /// The latest last.
     kept: Mutex<VecDeque<(Key, Kept)>>,
-    compiling: Arc<AtomicUsize>,
+    slots: Arc<Slots>,
+}
+
+/// Keeps count of the grammars that are being compiled.
+#[derive(Default)]
+struct Slots {
+    taken: Mutex<usize>,
+    freed: Condvar,
+}
+
+/// One of the [`MAX_COMPILING`]; free again when dropped.
+struct Slot(Arc<Slots>);
+
+impl Slots {
+    /// Waits for a slot, as long as a request's patience lasts: clients that arrive together with one
+    /// schema each are no reason to send some of them away.
+    fn take(self: &Arc<Slots>, patience: Duration) -> Option<Slot> {
+        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.freed.wait_timeout_while(taken, patience, |n| *n >= MAX_COMPILING);
+        let (mut taken, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if timeout.timed_out() {
+            return None;
+        }
+        *taken += 1;
+        Some(Slot(Arc::clone(self)))
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        *self.0.taken.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.freed.notify_one();
+    }
 }
 
 type Key = [u8; 32];
@@ -83,7 +114,7 @@ impl Compiler {
         Ok(Compiler {
             factory: Arc::new(factory),
             kept: Mutex::new(VecDeque::new()),
-            compiling: Arc::new(AtomicUsize::new(0)),
+            slots: Arc::default(),
         })
     }
 
@@ -102,14 +133,9 @@ impl Compiler {
             )));
         }
         let key: Key = Sha256::digest(&source).into();
-        let found = self.find(&key);
-        let kept = match found {
+        let kept = match self.find(&key) {
             Some(kept) => kept,
-            None => {
-                let kept = self.compile_apart(grammar)?;
-                self.keep(key, kept.clone());
-                kept
-            }
+            None => self.compile_once(key, grammar)?,
         };
         let (compiled, warnings) = kept?;
         notes.extend(warnings);
@@ -133,25 +159,33 @@ impl Compiler {
         kept.push_back((key, entry));
     }
 
+    /// Compiles in a slot of its own what nobody compiled while this request waited for it.
+    fn compile_once(&self, key: Key, grammar: TopLevelGrammar) -> Result<Kept, GrammarError> {
+        let slot = self.slots.take(PATIENCE);
+        if let Some(kept) = self.find(&key) {
+            return Ok(kept);
+        }
+        let slot = slot
+            .ok_or_else(|| GrammarError::busy("too many grammars are being compiled: try again"))?;
+        let kept = self.compile_apart(grammar, slot)?;
+        self.keep(key, kept.clone());
+        Ok(kept)
+    }
+
     /// Compiles on a thread that has stack enough and may be given up. An error here is no property
     /// of the grammar that could be kept.
-    fn compile_apart(&self, grammar: TopLevelGrammar) -> Result<Kept, GrammarError> {
-        if self.compiling.fetch_add(1, Ordering::Relaxed) >= MAX_COMPILING {
-            self.compiling.fetch_sub(1, Ordering::Relaxed);
-            return Err(GrammarError::new("too many grammars are being compiled: try again"));
-        }
+    fn compile_apart(&self, grammar: TopLevelGrammar, slot: Slot) -> Result<Kept, GrammarError> {
         let (sender, receiver) = sync_channel(1);
-        let (factory, compiling) = (self.factory.clone(), self.compiling.clone());
+        let factory = self.factory.clone();
         let work = move || {
             let kept = build(&factory, grammar);
-            compiling.fetch_sub(1, Ordering::Relaxed);
+            drop(slot);
             // Nobody may be waiting any more.
             let _ = sender.send(kept);
         };
         let thread = std::thread::Builder::new().name("grammar".into()).stack_size(STACK);
         if let Err(error) = thread.spawn(work) {
-            self.compiling.fetch_sub(1, Ordering::Relaxed);
-            return Err(GrammarError::new(format!("no thread to compile a grammar on: {error}")));
+            return Err(GrammarError::busy(format!("no thread to compile a grammar on: {error}")));
         }
         match receiver.recv_timeout(PATIENCE) {
             Ok(kept) => Ok(kept),
@@ -226,5 +260,29 @@ pub(super) fn one_line(message: &str) -> String {
     match line.char_indices().nth(400) {
         Some((cut, _)) => format!("{}…", &line[..cut]),
         None => line,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_is_waited_for_and_free_again_even_after_a_panic() {
+        let slots = Arc::new(Slots::default());
+        let mut held: Vec<Slot> =
+            (0..MAX_COMPILING).map(|_| slots.take(Duration::ZERO).expect("a free slot")).collect();
+        assert!(slots.take(Duration::from_millis(10)).is_none(), "one slot too many");
+        let waiter = {
+            let slots = Arc::clone(&slots);
+            std::thread::spawn(move || slots.take(PATIENCE).is_some())
+        };
+        let slot = held.pop();
+        let panicked = std::thread::spawn(move || {
+            let _slot = slot;
+            std::panic::resume_unwind(Box::new("a compiler's bug"));
+        });
+        assert!(panicked.join().is_err());
+        assert!(waiter.join().expect("it waits"), "the slot was not given back");
     }
 }

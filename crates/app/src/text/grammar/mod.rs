@@ -89,12 +89,20 @@ pub struct Guided {
 
 /// Rules that can't be enforced, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct GrammarError(String);
+#[error("{what}")]
+pub struct GrammarError {
+    what: String,
+    /// Whether it is the server's load, not the rules, that stands in the way.
+    pub busy: bool,
+}
 
 impl GrammarError {
     fn new(what: impl Into<String>) -> GrammarError {
-        GrammarError(what.into())
+        GrammarError { what: what.into(), busy: false }
+    }
+
+    fn busy(what: impl Into<String>) -> GrammarError {
+        GrammarError { what: what.into(), busy: true }
     }
 }
 
