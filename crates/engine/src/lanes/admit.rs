@@ -114,6 +114,11 @@ impl<M: Machine> Core<M> {
     }
 
     pub(super) fn take_pages(&mut self, count: usize, spared: Option<u32>) -> Option<Vec<u32>> {
+        let short = self.pages.free() < count;
+        if short && self.pages.free() + self.cache.pages_alone(&self.pages) < count {
+            // Lanes hold them: nothing would come of throwing checkpoints away.
+            return None;
+        }
         while self.pages.free() < count {
             if !self.cache.evict(&mut self.pages, spared) {
                 return None;
@@ -167,13 +172,19 @@ impl<M: Machine> Core<M> {
         let mut text = Vec::with_capacity(job.request.prompt.len() + 64);
         text.extend_from_slice(&job.request.prompt);
         let lane = outcome.as_ref().map_or(Lane::new(slot), |lane| *lane);
+        // Whoever goes on inside a page computes in other pieces than a prompt that found nothing, so
+        // only full pages count as exact from there.
+        let exact_until = hit.map_or(0, |hit| {
+            let computes = hit.len + 1 < text.len();
+            if computes { hit.exact_until / PAGE_TOKENS * PAGE_TOKENS } else { hit.exact_until }
+        });
         self.lanes[slot as usize] = Some(Running {
             job,
             lane,
             phase: Phase::Prefill,
             text,
             pages,
-            exact_until: hit.map_or(0, |hit| hit.exact_until),
+            exact_until,
             marks,
             cache,
             admitted,

@@ -163,9 +163,10 @@ impl<M: Machine> Core<M> {
     }
 
     fn fail(&mut self, slot: u32, error: RequestError) {
-        if let Some(running) = &mut self.lanes[slot as usize]
-            && running.phase != Phase::Over
-        {
+        let Some(running) = &mut self.lanes[slot as usize] else { return };
+        // What a job that has ended leaves behind is as useless.
+        running.spoilt = true;
+        if running.phase != Phase::Over {
             running.fail(error);
             self.stats.failed += 1;
         }
@@ -427,20 +428,21 @@ impl<M: Machine> Core<M> {
         }
     }
 
-    /// A pass of these lanes failed, and nobody else is hit as long as the machine still works.
+    /// A pass of these lanes failed, and nobody without rounds in flight is hit as long as the machine
+    /// still works.
     fn lanes_failed(&mut self, slots: &[u32], error: EngineError) -> Result<(), Lost> {
-        let error_told = match &error {
-            EngineError::Device(device) => RequestError::Device(device.to_string()),
-            other => RequestError::Request(other.to_string()),
-        };
-        slots.iter().for_each(|&slot| self.fail(slot, error_told.clone()));
+        slots.iter().for_each(|&slot| self.fail(slot, told(&error)));
         self.note_failure(error)
     }
 
+    /// Something failed. Rounds in flight are void, whoever's they are, and the device may have moved
+    /// their lanes or not: these fail as well.
     pub(super) fn note_failure(&mut self, error: EngineError) -> Result<(), Lost> {
         self.failures += 1;
         self.round_from = None;
-        self.machine.flight(&mut self.flight);
+        for slot in std::mem::take(&mut self.flight) {
+            self.fail(slot, told(&error));
+        }
         if self.failures >= FAILURES || self.machine.probe().is_err() {
             return Err(Lost(error));
         }
@@ -465,6 +467,14 @@ impl<M: Machine> Core<M> {
             CachePolicy::Shared if self.rules.exact => CachePolicy::Exact,
             policy => policy,
         }
+    }
+}
+
+/// An engine's error as a job is told.
+fn told(error: &EngineError) -> RequestError {
+    match error {
+        EngineError::Device(device) => RequestError::Device(device.to_string()),
+        other => RequestError::Request(other.to_string()),
     }
 }
 

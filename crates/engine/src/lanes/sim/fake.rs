@@ -86,8 +86,9 @@ pub(super) struct Faults {
 struct Slot {
     table: Vec<u32>,
     state: u64,
-    /// States after each row of a pass, by parity.
-    pending: [Vec<u64>; 2],
+    /// By parity: states after each row of a pass, and the state that the pass found. Rows can be
+    /// taken up by that one only.
+    pending: [(u64, Vec<u64>); 2],
     end: u32,
     stops: Vec<u32>,
     /// While rounds are in flight: where the device has the lane.
@@ -102,7 +103,7 @@ impl Slot {
         Slot {
             table: Vec::new(),
             state: 0,
-            pending: [Vec::new(), Vec::new()],
+            pending: Default::default(),
             end: 0,
             stops: Vec::new(),
             step: Lane::new(slot),
@@ -191,14 +192,19 @@ impl Fake {
     /// The state of a lane once its pending rows are taken up, after a look at its pages.
     fn taken_up(&mut self, lane: &Lane) -> u64 {
         let slot = &self.slots[lane.slot as usize];
-        let state = match lane.pending {
-            0 => slot.state,
-            n => slot.pending[lane.parity as usize][n as usize - 1],
+        let (before, rows) = &slot.pending[lane.parity as usize];
+        let (state, fits) = match lane.pending {
+            0 => (slot.state, true),
+            n => (rows[n as usize - 1], *before == slot.state),
         };
+        if !fits {
+            self.note(|| format!("slot {} takes up rows of another state", lane.slot));
+        }
         // Every position that the next rows will see.
         let mut at = state;
         for pos in (0..lane.pos as usize).rev() {
-            let held = self.pages[slot.table[pos / PAGE_TOKENS] as usize][pos % PAGE_TOKENS];
+            let page = self.slots[lane.slot as usize].table[pos / PAGE_TOKENS];
+            let held = self.pages[page as usize][pos % PAGE_TOKENS];
             if held != at {
                 let (slot, end) = (lane.slot, lane.pos);
                 self.note(|| format!("slot {slot} at {end} sees another text's position {pos}"));
@@ -261,7 +267,7 @@ impl Fake {
         }
         let s = &mut self.slots[slot as usize];
         let kept = tokens.len() as u32;
-        s.pending[1 - step.parity as usize] = states;
+        s.pending[1 - step.parity as usize] = (state, states);
         s.step.commit(kept);
         (s.anchor, s.frozen) = (anchor, ended);
         Round::made(&tokens, rows - 1, ended)

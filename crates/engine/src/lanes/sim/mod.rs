@@ -503,3 +503,57 @@ fn a_broken_core_is_found_out() {
     found(by(Sabotage::ForgetsWhoWaits, true), "starves");
     found(by(Sabotage::ForgetsWhoDecodes, false), "between tokens");
 }
+
+/// A job nobody listens to.
+fn quiet(id: u64, prompt: &[u32], boundaries: Vec<usize>) -> Job {
+    let greedy = SamplingOptions { temperature: Some(0.0), ..SamplingOptions::default() };
+    let request = Request {
+        prompt: prompt.to_vec(),
+        boundaries,
+        max_tokens: 1,
+        stop_tokens: Vec::new(),
+        sampler: greedy.resolve(&SamplingDefaults::default(), VOCAB).expect("valid options"),
+        logprobs: None,
+        constraint: None,
+        draft: false,
+        priority: Priority::Normal,
+        deadline: None,
+        cache: CachePolicy::Shared,
+    };
+    Job {
+        id: RequestId(id),
+        remaining: request.prompt.len(),
+        request,
+        events: Box::new(|_| ()),
+        submitted: Duration::ZERO,
+        deadline: None,
+        overtaken: 0,
+        deaf: false,
+        loading: None,
+    }
+}
+
+/// What goes on from a checkpoint inside a page is computed in other pieces than a prompt that found
+/// nothing, so it is not exact.
+#[test]
+fn only_whole_pages_stay_exact() {
+    let clock = Time::default();
+    let prompt: Vec<u32> = (0..300).map(|i| i * i % VOCAB as u32).collect();
+    // The first prompt's end lies inside a page, or at a page's end.
+    for (first, exact) in [(101, 0), (129, 192)] {
+        let sim = Sim::new(1, World::default());
+        let limits = Limits { snapshots: 8, slots: 1, pages: 40, ..sim.limits };
+        let fake = Fake::new(limits, 1, clock.clone(), Faults::default());
+        let rules = Rules { grid: 2048, exact: false, ..sim.rules };
+        let mut core = Core::new(fake, rules, None);
+        for job in [quiet(1, &prompt[..first], Vec::new()), quiet(2, &prompt[..250], vec![192])] {
+            core.submit(job);
+            while !core.is_idle() {
+                core.step(&|| clock.now()).expect("no faults");
+            }
+        }
+        let found = |policy| core.cache.find(&prompt[..200], policy).tokens();
+        assert_eq!(found(CachePolicy::Shared), 192);
+        assert_eq!(found(CachePolicy::Exact), exact, "after {first}");
+    }
+}
