@@ -510,12 +510,12 @@ where
             }
             _ => None,
         });
-        let late: Vec<Job> = late.collect();
-        for mut job in jobs.into_iter().chain(late) {
-            stats.failed += 1;
+        let lost: Vec<Job> = jobs.into_iter().chain(late).collect();
+        // Whoever hears of it finds it counted.
+        *lock(&shared.stats) = ServiceStats { failed: stats.failed + lost.len() as u64, ..stats };
+        for mut job in lost {
             job.tell(Event::Failed(error.clone()));
         }
-        *lock(&shared.stats) = stats;
     }
 }
 

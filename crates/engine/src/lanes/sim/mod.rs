@@ -539,20 +539,23 @@ fn quiet(id: u64, prompt: &[u32], boundaries: Vec<usize>) -> Job {
 fn only_whole_pages_stay_exact() {
     let clock = Time::default();
     let prompt: Vec<u32> = (0..300).map(|i| i * i % VOCAB as u32).collect();
-    // The first prompt's end lies inside a page, or at a page's end.
+    // What the first prompt's passes computed ends inside a page, or with one. The second prompt parts
+    // there: its next token is another.
     for (first, exact) in [(101, 0), (129, 192)] {
+        let mut second = prompt[..250].to_vec();
+        second[first - 1] = (second[first - 1] + 1) % VOCAB as u32;
         let sim = Sim::new(1, World::default());
         let limits = Limits { snapshots: 8, slots: 1, pages: 40, ..sim.limits };
         let fake = Fake::new(limits, 1, clock.clone(), Faults::default());
         let rules = Rules { grid: 2048, exact: false, ..sim.rules };
         let mut core = Core::new(fake, rules, None);
-        for job in [quiet(1, &prompt[..first], Vec::new()), quiet(2, &prompt[..250], vec![192])] {
+        for job in [quiet(1, &prompt[..first], Vec::new()), quiet(2, &second, vec![192])] {
             core.submit(job);
             while !core.is_idle() {
                 core.step(&|| clock.now()).expect("no faults");
             }
         }
-        let found = |policy| core.cache.find(&prompt[..200], policy).tokens();
+        let found = |policy| core.cache.find(&second[..200], policy).tokens();
         assert_eq!(found(CachePolicy::Shared), 192);
         assert_eq!(found(CachePolicy::Exact), exact, "after {first}");
     }
