@@ -9,6 +9,7 @@
 //! leave anything there.
 
 mod cuda;
+mod host;
 
 use crate::kernel::{Card, Plan};
 use crate::{
@@ -99,9 +100,7 @@ impl Op for AttnMix {
     }
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
-        self.prepare.host(mem, cpu);
-        self.attention.host(mem, cpu);
-        self.gate.host(mem, cpu);
+        host::run(self, mem, cpu);
     }
 
     fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {

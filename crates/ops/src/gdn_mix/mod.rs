@@ -11,6 +11,7 @@
 //! Numerics: as the parts. The fused kernel takes k · q before both are normed.
 
 mod cuda;
+mod host;
 
 use crate::kernel::{Card, Plan};
 use crate::{
@@ -99,9 +100,7 @@ impl Op for GdnMix {
     }
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {
-        self.prepare.host(mem, cpu);
-        self.delta.host(mem, cpu);
-        self.norm.host(mem, cpu);
+        host::run(self, mem, cpu);
     }
 
     fn cuda(&self, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
