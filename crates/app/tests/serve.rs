@@ -262,7 +262,7 @@ fn a_server_that_is_told_to_leave_ends_its_requests() {
 #[test]
 fn an_idle_model_is_loaded_again() {
     let server = Server::start(&["--idle-release", "0.3"]);
-    server.ready();
+    server.hears("tokens of context");
     server.hears("memory was given back");
     assert_eq!(server.get("/health").1["status"], "released");
     assert_eq!(server.post("/v1/chat/completions", &chat(&json!({"max_tokens": 2}))).0, 200);

@@ -181,6 +181,8 @@ impl Lifecycle {
             let phase = match (lifecycle.load)(&report) {
                 Ok(served) => {
                     lifecycle.remember(&served.facts);
+                    // Loading is no idleness.
+                    lifecycle.used();
                     Phase::Ready(Arc::new(served))
                 }
                 Err(error) => Phase::Failed(format!("{error:#}")),

@@ -76,6 +76,7 @@ async fn an_idle_model_is_released_and_loaded_again() {
     });
     let lifecycle = Lifecycle::start(load);
     lifecycle.settled().await;
+    assert!(!lifecycle.release_if_idle(Duration::from_secs(1)), "it was loaded a moment ago");
     let rig = rig(&engine, Arc::clone(&lifecycle));
     let held = lifecycle.model().await.unwrap();
     std::thread::sleep(Duration::from_millis(20));
