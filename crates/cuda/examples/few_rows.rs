@@ -4,58 +4,24 @@
 //!
 //! `few_rows [gdn|attention]`: the lines whose name contains one of the words.
 
-#![expect(clippy::disallowed_methods, reason = "an example picks its compiler by the environment")]
+mod common;
 
-use std::path::PathBuf;
 use std::time::Instant;
 
-use cuda::{Cuda, Options};
+use common::{BANDWIDTH, BLOCK, Bench, DIM, GDN, HEADS, KV_HEADS, noise};
+use cuda::Cuda;
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Codes, Commit, Device, Format, GatedDelta,
-    GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvPool, LaneStep, Lanes, Linear,
-    LinearPart, Op, PAGE_TOKENS, Queries, Rope, RopePairing, ScaleDtype, Weight,
+    GatedNorm, GdnMix, GdnPrepare, HeadGate, KvPool, Linear, LinearPart, Op, PAGE_TOKENS, Queries,
+    Rope, RopePairing, ScaleDtype, Weight,
 };
 
-const HEADS: usize = 24;
-const KV_HEADS: usize = 4;
-const DIM: usize = 256;
 const ROPE_DIMS: usize = 64;
-const GDN: GdnGeometry = GdnGeometry {
-    key_heads: 16,
-    value_heads: 48,
-    key_dim: 128,
-    value_dim: 128,
-    head_map: HeadMap::Grouped,
-};
-const BLOCK: usize = 8;
 const HIDDEN: usize = 5120;
 /// Layers whose products have weights of their own: more than the caches hold.
 const PRODUCTS: usize = 12;
-/// Bytes per second that an H200 was measured to reach.
-const BANDWIDTH: f64 = 4.65e12;
-
-struct Bench {
-    dev: Cuda,
-    words: Vec<String>,
-    key: u64,
-}
 
 impl Bench {
-    fn alloc(&mut self, bytes: usize) -> Buf {
-        self.dev.alloc(bytes, "bench").expect("memory")
-    }
-
-    /// f32 in −1..1 times `scale`.
-    fn floats(&mut self, count: usize, scale: f32) -> Buf {
-        let buf = self.alloc(4 * count);
-        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
-            for (i, x) in part.chunks_exact_mut(4).enumerate() {
-                x.copy_from_slice(&(scale * noise(offset / 4 + i)).to_le_bytes());
-            }
-        });
-        buf
-    }
-
     /// f32 in −0.1..0, so that states stay small.
     fn decays(&mut self, count: usize) -> Buf {
         let buf = self.alloc(4 * count);
@@ -67,40 +33,9 @@ impl Bench {
         buf
     }
 
-    /// bf16 in −1..1.
-    fn halves(&mut self, count: usize) -> Buf {
-        let buf = self.alloc(2 * count);
-        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
-            for (i, x) in part.chunks_exact_mut(2).enumerate() {
-                x.copy_from_slice(&noise(offset / 2 + i).to_le_bytes()[2..]);
-            }
-        });
-        buf
-    }
-
-    fn pod<T: bytemuck::Pod>(&mut self, values: &[T]) -> Buf {
-        let buf = self.alloc(size_of_val(values));
-        self.dev.write(buf, bytemuck::cast_slice(values));
-        buf
-    }
-
     fn act(&mut self, rows: usize, width: usize) -> Act {
         let dtype = ActDtype::Bf16;
         Act { buf: self.alloc(rows * Act::stride(width, dtype)), width, dtype }
-    }
-
-    fn lanes(&mut self, count: usize, rows: usize, pos: usize, pending: usize) -> Lanes {
-        let steps: Vec<LaneStep> = (0..count)
-            .map(|l| LaneStep {
-                row0: (l * rows) as u32,
-                rows: rows as u32,
-                pos: pos as u32,
-                slot: l as u32,
-                pending: pending as u32,
-                ..LaneStep::default()
-            })
-            .collect();
-        Lanes { step: self.pod(&steps), count, rows: count * rows, max_rows: rows }
     }
 
     /// A 4-bit matrix. Whatever 16 bits of it are taken for a scale are about 0.01.
@@ -186,7 +121,7 @@ impl Bench {
 
     fn gdn(&mut self, (count, rows): (usize, usize), pending: usize) {
         let name = format!("gdn {count} x {rows}, {pending} pending");
-        if !self.words.is_empty() && !self.words.iter().any(|w| name.contains(w.as_str())) {
+        if !self.wanted(&name) {
             return;
         }
         let layers = 48 / count.min(8);
@@ -277,7 +212,7 @@ impl Bench {
 
     fn attention(&mut self, (count, rows): (usize, usize), pos: usize, layers: usize) {
         let name = format!("attention {count} x {rows} at {pos}");
-        if !self.words.is_empty() && !self.words.iter().any(|w| name.contains(w.as_str())) {
+        if !self.wanted(&name) {
             return;
         }
         let pages = (pos + rows).div_ceil(PAGE_TOKENS);
@@ -373,25 +308,8 @@ impl Bench {
     }
 }
 
-/// A pseudo-random number in −1..1.
-fn noise(i: usize) -> f32 {
-    let mut z = (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ (z >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    (z >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-}
-
 fn main() {
-    let options = Options {
-        nvrtc: std::env::var_os("TH_NVRTC").map(PathBuf::from).into_iter().collect(),
-        cache: std::env::var_os("TH_CUBINS").map(PathBuf::from),
-        ..Options::default()
-    };
-    let dev = match Cuda::open(&options) {
-        Ok(dev) => dev,
-        Err(why) => return println!("skipped: {why}"),
-    };
-    println!("{}", dev.info().name);
-    let mut bench = Bench { dev, words: std::env::args().skip(1).collect(), key: 0 };
+    let Some(mut bench) = Bench::open() else { return };
     for (lanes, pending) in [((1, 1), 1), ((1, 8), 0), ((1, 8), 4), ((1, 8), 8), ((4, 8), 4)] {
         bench.gdn(lanes, pending);
     }

@@ -2,90 +2,22 @@
 //!
 //! `mix_bench [decode|gdn|prefill|…]`: the lines whose name contains one of the words.
 
-#![expect(clippy::disallowed_methods, reason = "an example picks its compiler by the environment")]
+mod common;
 
-use std::path::PathBuf;
 use std::time::Instant;
 
-use cuda::{Cuda, Options};
+use common::{BANDWIDTH, BLOCK, Bench, DIM, GDN, HEADS, KV_HEADS, noise};
+use cuda::Cuda;
 use ops::linear::Source;
 use ops::{
-    Act, ActDtype, Attention, Buf, Commit, Device, GatedDelta, GdnGeometry, GdnPrepare, HeadMap,
-    KvPool, LaneStep, Lanes, Linear, LinearPart, Op, PAGE_TOKENS, ScaleDtype, Weight,
+    Act, ActDtype, Attention, Commit, Device, GatedDelta, GdnPrepare, KvPool, Linear, LinearPart,
+    Op, PAGE_TOKENS, ScaleDtype, Weight,
 };
 
-const HEADS: usize = 24;
-const KV_HEADS: usize = 4;
-const DIM: usize = 256;
-const GDN: GdnGeometry = GdnGeometry {
-    key_heads: 16,
-    value_heads: 48,
-    key_dim: 128,
-    value_dim: 128,
-    head_map: HeadMap::Grouped,
-};
-const BLOCK: usize = 8;
-/// Bytes per second and flops per second that an H200 was measured to reach.
-const BANDWIDTH: f64 = 4.65e12;
+/// Flops per second that an H200 was measured to reach.
 const MATRIX: f64 = 790e12;
 
-struct Bench {
-    dev: Cuda,
-    words: Vec<String>,
-    key: u64,
-}
-
 impl Bench {
-    fn wanted(&self, name: &str) -> bool {
-        self.words.is_empty() || self.words.iter().any(|w| name.contains(w.as_str()))
-    }
-
-    fn alloc(&mut self, bytes: usize) -> Buf {
-        self.dev.alloc(bytes, "bench").expect("memory")
-    }
-
-    /// f32 in −1..1 times `scale`.
-    fn floats(&mut self, count: usize, scale: f32) -> Buf {
-        let buf = self.alloc(4 * count);
-        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
-            for (i, x) in part.chunks_exact_mut(4).enumerate() {
-                x.copy_from_slice(&(scale * noise(offset / 4 + i)).to_le_bytes());
-            }
-        });
-        buf
-    }
-
-    /// bf16 in −1..1.
-    fn halves(&mut self, count: usize) -> Buf {
-        let buf = self.alloc(2 * count);
-        self.dev.upload(buf, 1 << 20, &|_, offset, part| {
-            for (i, x) in part.chunks_exact_mut(2).enumerate() {
-                x.copy_from_slice(&noise(offset / 2 + i).to_le_bytes()[2..]);
-            }
-        });
-        buf
-    }
-
-    fn pod<T: bytemuck::Pod>(&mut self, values: &[T]) -> Buf {
-        let buf = self.alloc(size_of_val(values));
-        self.dev.write(buf, bytemuck::cast_slice(values));
-        buf
-    }
-
-    fn lanes(&mut self, count: usize, rows: usize, pos: usize, pending: usize) -> Lanes {
-        let steps: Vec<LaneStep> = (0..count)
-            .map(|l| LaneStep {
-                row0: (l * rows) as u32,
-                rows: rows as u32,
-                pos: pos as u32,
-                slot: l as u32,
-                pending: pending as u32,
-                ..LaneStep::default()
-            })
-            .collect();
-        Lanes { step: self.pod(&steps), count, rows: count * rows, max_rows: rows }
-    }
-
     /// Microseconds per op, median of seven; the ops run one after another in a graph.
     fn time(&mut self, name: &str, ops: &[Box<dyn Op>], floor: f64) {
         self.key += 1;
@@ -284,25 +216,8 @@ impl Bench {
     }
 }
 
-/// A pseudo-random number in −1..1.
-fn noise(i: usize) -> f32 {
-    let mut z = (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ (z >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    (z >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-}
-
 fn main() {
-    let options = Options {
-        nvrtc: std::env::var_os("TH_NVRTC").map(PathBuf::from).into_iter().collect(),
-        cache: std::env::var_os("TH_CUBINS").map(PathBuf::from),
-        ..Options::default()
-    };
-    let dev = match Cuda::open(&options) {
-        Ok(dev) => dev,
-        Err(why) => return println!("skipped: {why}"),
-    };
-    println!("{}", dev.info().name);
-    let mut bench = Bench { dev, words: std::env::args().skip(1).collect(), key: 0 };
+    let Some(mut bench) = Bench::open() else { return };
     for (lanes, rows) in [(1, 1), (1, 8), (4, 8), (16, 8)] {
         for (pos, layers) in [(0, 16), (1000, 16), (8192, 8), (32_768, 4)] {
             if lanes * pos <= 4 * 32_768 {
