@@ -91,7 +91,6 @@ fn a_lost_device_or_a_panic_is_replaced() {
         wrong.after(0);
         let failed = running.wait();
         device_error(&failed, if panics { "a panic as asked for" } else { "lost" });
-        wrong.lost.store(false, Ordering::SeqCst);
         assert_eq!(waiting.wait().ids(), want);
         wait_for("health", || service.health() == Health::Serving);
     }

@@ -12,7 +12,7 @@ pub struct Wrong {
     pub in_ops: AtomicI64,
     /// Panics in that op's stead, outside of what a device catches.
     pub panics: AtomicBool,
-    /// From then on nothing works any more.
+    /// From then on nothing works any more, until there is a new device.
     pub lost: AtomicBool,
     /// Loading fails too.
     pub out_of_memory: AtomicBool,
@@ -37,6 +37,7 @@ pub struct Faulty {
 
 impl Faulty {
     pub fn new(inner: Host, wrong: Arc<Wrong>) -> Faulty {
+        wrong.lost.store(false, Ordering::SeqCst);
         Faulty { inner, wrong, failed: None }
     }
 
