@@ -56,7 +56,7 @@ fn a_locked_store_costs_nothing_and_catches_up() {
     lock.execute_batch("BEGIN IMMEDIATE").unwrap();
     let begun = Instant::now();
     (0..10).for_each(|i| recorder.record(answered(super::super::store::now_us() + i)));
-    assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
     assert!(!recorder.flush(SOON));
     let health = recorder.health();
     assert_eq!((health.state, health.waiting, health.lost), ("failing", 10, 0));

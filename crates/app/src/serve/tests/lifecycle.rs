@@ -79,14 +79,16 @@ async fn an_idle_model_is_released_and_loaded_again() {
     assert!(!lifecycle.release_if_idle(Duration::from_secs(1)), "it was loaded a moment ago");
     let rig = rig(&engine, Arc::clone(&lifecycle));
     let held = lifecycle.model().await.unwrap();
-    std::thread::sleep(Duration::from_millis(20));
+    // Long enough that a busy machine doesn't spend it between two lines.
+    let idle = Duration::from_millis(500);
+    std::thread::sleep(idle);
     assert!(!lifecycle.release_if_idle(Duration::from_secs(60)), "too early");
-    assert!(!lifecycle.release_if_idle(Duration::from_millis(10)), "a request holds it");
+    assert!(!lifecycle.release_if_idle(idle), "a request holds it");
     drop(held);
-    assert!(!lifecycle.release_if_idle(Duration::from_millis(10)), "idle since a moment ago");
-    std::thread::sleep(Duration::from_millis(20));
-    assert!(lifecycle.release_if_idle(Duration::from_millis(10)));
-    assert!(!lifecycle.release_if_idle(Duration::from_millis(10)), "only once");
+    assert!(!lifecycle.release_if_idle(idle), "idle since a moment ago");
+    std::thread::sleep(idle);
+    assert!(lifecycle.release_if_idle(idle));
+    assert!(!lifecycle.release_if_idle(idle), "only once");
     // Nothing holds the model any more but the one who tests it.
     eventually(|| Arc::strong_count(&engine) == 3).await; // the test, the rig and the loader
     let health = rig.get("/health").await;
