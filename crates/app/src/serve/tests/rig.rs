@@ -219,7 +219,7 @@ pub(super) fn stable(text: &str) -> String {
 
 /// Waits until something is so.
 pub(super) async fn eventually(what: impl Fn() -> bool) {
-    for _ in 0..500 {
+    for _ in 0..5000 {
         if what() {
             return;
         }
