@@ -4,6 +4,10 @@
 //! A launch that [`joins`](crate::kernel::Launch::stage) is a chain of one stage. In a recorded sequence a
 //! runtime makes one launch of neighbours that join: their words one after the other, their defines
 //! together, and the most shared memory.
+//!
+//! Blocks of joined stages wait for one another, so all of them have to be on the card at the same time: a chain has it
+//! to itself. Launches of one stream do (a launch's blocks begin when all those of the one before have begun); chains of
+//! two streams, or of two processes that share multiprocessors, could wait for ever.
 
 use crate::kernel::{Arg, Card, Launch, MOST_WORDS, Source};
 

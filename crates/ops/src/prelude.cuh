@@ -98,11 +98,18 @@ template <int BF16> __device__ __forceinline__ void act_store4(void* row, u32 i,
         *(float4*)((float*)row + i) = x;
 }
 
-// The lane that `row` of a pass belongs to; `count` for none. All threads of a warp ask for one row.
+// A lane's step, also before `wait()`: past the first-level cache, which may hold that of the pass before.
+__device__ __forceinline__ LaneStep step_of(const LaneStep* steps, u32 lane) {
+    const uint4* words = (const uint4*)(steps + lane);
+    uint4 low = __ldcg(words), high = __ldcg(words + 1);
+    return {low.x, low.y, low.z, low.w, high.x, high.y, {high.z, high.w}};
+}
+
+// The lane that `row` of a pass belongs to; `count` for none. All threads of a warp ask for one row. Also before `wait()`.
 __device__ __forceinline__ u32 lane_of(const LaneStep* steps, u32 count, u32 row) {
     for (u32 first = 0; first < count; first += 32) {
         u32 l = first + threadIdx.x % 32;
-        bool mine = l < count && row - steps[l].row0 < steps[l].rows;
+        bool mine = l < count && row - __ldcg(&steps[l].row0) < __ldcg(&steps[l].rows);
         u32 found = __ballot_sync(WARP_ALL, mine);
         if (found) return first + __ffs(found) - 1;
     }

@@ -1,6 +1,7 @@
 //! Launches on an NVIDIA card.
 
 use super::Attention;
+use crate::geometry::must_align;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
 use crate::{Op, PAGE_TOKENS, Unsupported};
 
@@ -25,6 +26,7 @@ pub(super) fn plan(op: &Attention, card: &Card, plan: &mut Plan) -> Result<(), U
     if op.lanes.max_rows > FEW_ROWS && wide && card.arch == 90 {
         flash(op, shared, plan);
     } else {
+        must_align(op.name(), &[op.lanes.step])?;
         let split = Split::new(op, card)?;
         split.push(op, card, plan);
     }

@@ -68,7 +68,7 @@ __device__ __forceinline__ Span span_of(const LaneStep& step) {
 __device__ __forceinline__ u32 items_before(const LaneStep* steps, u32 lane) {
     u32 sum = 0;
     for (u32 l = threadIdx.x % 32; l < lane; l += 32) {
-        Span span = span_of(steps[l]);
+        Span span = span_of(step_of(steps, l));
         sum += span.chunks * span.groups * KV_HEADS;
     }
 #pragma unroll

@@ -43,7 +43,7 @@ fn fused(
     let AttnMix { prepare, attention, gate } = op;
     let (queries, kv, lanes) = (op.queries()?, prepare.kv, prepare.lanes);
     must_align(op.name(), &[queries.q, prepare.k, prepare.v, gate.out.buf, attention.out])?;
-    must_align(op.name(), &[kv.keys, kv.values, attention.scratch])?;
+    must_align(op.name(), &[kv.keys, kv.values, attention.scratch, lanes.step])?;
     let shared = split.shared + beside;
     let [heads, kv_heads, dim, causal, window, rows, tiles, units, _] = split.defines(attention);
     let [pairs, adjacent] = rope(prepare);

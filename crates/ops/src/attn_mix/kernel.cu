@@ -49,7 +49,7 @@ struct Shares {
 
     __device__ __forceinline__ bool next(Item& item) {
         for (; lane < count; lane++) {
-            LaneStep step = steps[lane];
+            LaneStep step = step_of(steps, lane);
             Span span = span_of(step);
             u32 chunks = sharing.split ? span.chunks : min(span.chunks, 1), groups = sharing.groups(step);
             u32 i = at - base, items = chunks * groups * KV_HEADS;
@@ -92,7 +92,7 @@ __device__ void fill(Shared& shared, Beside& beside, Shares items, const Inputs&
             pages_of(item, chunk, first, end);
             u32 wanted = chunk * CHUNK_PAGES + lane % CHUNK_PAGES;
             u32 pool_pages =
-                wanted >= first && wanted < end ? in.table[(u64)item.step.slot * in.max_pages + wanted] : 0;
+                wanted >= first && wanted < end ? __ldcg(in.table + (u64)item.step.slot * in.max_pages + wanted) : 0;
             for (u32 i = 0; i < 2 * CHUNK_PAGES; i++) {
                 u32 kind = i % 4 / 2, at = i / 4 * 2 + i % 2, page = chunk * CHUNK_PAGES + at;
                 if (page < first || page >= end) continue;
@@ -298,10 +298,12 @@ extern "C" __global__ void __launch_bounds__(64) finish(
     u32 row = blockIdx.x, head = blockIdx.y, column = 4 * threadIdx.x, own = threadIdx.x % 32;
     u32 lane = lane_of(steps, count, row);
     const Sharing sharing(steps, count, capacity, blocks);
-    LaneStep step = lane < count ? steps[lane] : LaneStep{};
+    LaneStep step = lane < count ? step_of(steps, lane) : LaneStep{};
     u32 before = 0; // items of other lanes
-    for (u32 l = own; l < lane; l += 32)
-        before += span_of(steps[l]).chunks * sharing.groups(steps[l]) * KV_HEADS;
+    for (u32 l = own; l < lane; l += 32) {
+        LaneStep other = step_of(steps, l);
+        before += span_of(other).chunks * sharing.groups(other) * KV_HEADS;
+    }
 #pragma unroll
     for (int d = 16; d > 0; d >>= 1) before += __shfl_xor_sync(WARP_ALL, before, d);
     wait();

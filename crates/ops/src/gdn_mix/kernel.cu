@@ -322,9 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gdn_mix(
     if (4 * thread < COLUMNS)
         copy16(shared_address(&shared.weight[4 * thread]), weight + part.half * COLUMNS + 4 * thread, 16);
 
-    const uint4* words = (const uint4*)(steps + blockIdx.z);
-    uint4 low = __ldcg(words), high = __ldcg(words + 1);
-    LaneStep step = {low.x, low.y, low.z, low.w, high.x, high.y, {0, 0}};
+    const LaneStep step = step_of(steps, blockIdx.z);
     State s;
     const float4* from = state_of(state, step, part);
 #pragma unroll

@@ -1,0 +1,273 @@
+//! Passes one after another in one recording on the card, if there is one. Mixers read, and some write, what the
+//! pass before left before they wait for anything (`ops::kernel`): it has to be there.
+
+#![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
+
+use std::path::PathBuf;
+
+use cuda::{Cuda, Options};
+use ops::rms_norm::RmsNorm;
+use ops::{
+    Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Commit, Device, Embed, Format, GatedDelta,
+    GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvPool, LaneStep, Lanes, Op,
+    PAGE_TOKENS, Queries, Rope, RopePairing, Weight,
+};
+
+const PASSES: usize = 40;
+/// Rows of a pass, and how many of them the next one takes up; in turns.
+const ROWS: [(u32, u32); 6] = [(8, 8), (1, 1), (8, 5), (0, 0), (5, 4), (8, 0)];
+const MOST: usize = 8;
+const HIDDEN: usize = 1024;
+const GDN: GdnGeometry = GdnGeometry {
+    key_heads: 16,
+    value_heads: 48,
+    key_dim: 128,
+    value_dim: 128,
+    head_map: HeadMap::Grouped,
+};
+const HEADS: usize = 24;
+const KV_HEADS: usize = 4;
+const DIM: usize = 256;
+const ROPE: usize = 64;
+/// Passes go over the ends of pages.
+const START: u32 = 50;
+const PAGES: usize = 4;
+
+struct Made {
+    dev: Cuda,
+    at: usize,
+    /// What passes change, and what they leave.
+    kept: Vec<Buf>,
+}
+
+impl Made {
+    fn alloc(&mut self, bytes: usize) -> Buf {
+        self.dev.alloc(bytes, "passes").expect("memory")
+    }
+
+    /// f32 in -1..1 times `scale`, plus `plus`.
+    fn floats(&mut self, count: usize, scale: f32, plus: f32) -> Buf {
+        let buf = self.alloc(4 * count);
+        let values: Vec<u8> = (0..count)
+            .flat_map(|i| {
+                let noise = ((i + self.at).wrapping_mul(0x9E37_79B9) >> 9) as u16;
+                ((f32::from(noise) / 32768.0 - 1.0) * scale + plus).to_le_bytes()
+            })
+            .collect();
+        self.at += 7919;
+        self.dev.write(buf, &values);
+        buf
+    }
+
+    fn kept(&mut self, bytes: usize) -> Buf {
+        let buf = self.alloc(bytes);
+        self.kept.push(buf);
+        buf
+    }
+
+    /// Of a pass of its own: rows of bf16.
+    fn out(&mut self, width: usize) -> Act {
+        let dtype = ActDtype::Bf16;
+        Act { buf: self.kept(MOST * Act::stride(width, dtype)), width, dtype }
+    }
+
+    /// Runs the passes from the beginning, and returns all that they left.
+    fn run(&mut self, each: impl FnOnce(&mut Cuda)) -> Vec<u8> {
+        for buf in &self.kept {
+            self.dev.zero(*buf);
+        }
+        each(&mut self.dev);
+        let mut all = Vec::new();
+        for buf in &self.kept {
+            let mut bytes = vec![0; buf.bytes];
+            self.dev.read(*buf, &mut bytes);
+            all.extend(bytes);
+        }
+        assert_eq!(self.dev.sync(), Ok(()));
+        all
+    }
+}
+
+/// The lane at each pass.
+fn steps(made: &mut Made) -> Buf {
+    let (mut pos, mut pending) = (START, 0);
+    let mut bytes = Vec::new();
+    for pass in 0..PASSES {
+        let (rows, keep) = ROWS[pass % ROWS.len()];
+        let step = LaneStep {
+            row0: 0,
+            rows,
+            pos,
+            slot: 0,
+            pending,
+            parity: pass as u32 % 2,
+            reserved: [0; 2],
+        };
+        bytes.extend_from_slice(bytemuck::bytes_of(&step));
+        (pos, pending) = (pos + keep, keep);
+    }
+    assert!((pos as usize + MOST) <= PAGES * PAGE_TOKENS);
+    let buf = made.alloc(bytes.len());
+    made.dev.write(buf, &bytes);
+    buf
+}
+
+fn gdn(made: &mut Made, lanes: Lanes) -> GdnMix {
+    let (geometry, block, commit, heads) = (GDN, MOST, Commit::Deferred, GDN.value_heads);
+    let [q, k, v, mixed] = [GDN.keys(), GDN.keys(), GDN.values(), GDN.values()]
+        .map(|width| made.alloc(4 * MOST * width));
+    let [g, beta] = [heads; 2].map(|width| made.alloc(4 * MOST * width));
+    let prepare = GdnPrepare {
+        qkv: made.floats(MOST * GDN.channels(), 1.0, 0.0),
+        a: made.floats(MOST * heads, 1.0, 0.0),
+        b: made.floats(MOST * heads, 1.0, 0.0),
+        conv: made.floats(4 * GDN.channels(), 0.5, 0.0),
+        decay: made.floats(heads, 0.05, -0.06),
+        dt_bias: made.floats(heads, 1.0, 0.0),
+        history: made.kept(GdnPrepare::history_bytes(&GDN, block)),
+        q,
+        k,
+        v,
+        g,
+        beta,
+        lanes,
+        geometry,
+        block,
+        commit,
+    };
+    let delta = GatedDelta {
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state: made.kept(GatedDelta::state_bytes(&GDN)),
+        pending: made.kept(GatedDelta::pending_bytes(&GDN, block)),
+        out: mixed,
+        // A deferred pass needs none.
+        scratch: mixed.slice(0, 0),
+        lanes,
+        geometry,
+        block,
+        commit,
+    };
+    let norm = GatedNorm {
+        x: mixed,
+        gate: made.floats(MOST * GDN.values(), 1.0, 0.0),
+        weight: made.floats(GDN.value_dim, 1.0, 0.0),
+        out: Act { buf: mixed, width: GDN.values(), dtype: ActDtype::Bf16 },
+        rows: MOST,
+        dim: GDN.value_dim,
+        eps: 1e-6,
+    };
+    GdnMix { prepare, delta, norm }
+}
+
+fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
+    let width = HEADS * DIM;
+    let [rotated, mixed] = [width; 2].map(|width| made.alloc(4 * MOST * width));
+    let q = made.floats(MOST * 2 * width, 2.0, 0.0);
+    let norm = Some(made.floats(DIM, 1.0, 0.0));
+    let table: Vec<u8> = (0..PAGES as u32).rev().flat_map(u32::to_le_bytes).collect();
+    let page = 2 * KV_HEADS * PAGE_TOKENS * DIM;
+    let kv = KvPool {
+        keys: made.kept(PAGES * page),
+        values: made.kept(PAGES * page),
+        table: made.alloc(table.len()),
+        max_pages: PAGES,
+        kv_heads: KV_HEADS,
+        head_dim: DIM,
+    };
+    made.dev.write(kv.table, &table);
+    let rope = Rope {
+        inv_freq: made.floats(ROPE / 2, 0.4, 0.5),
+        dims: ROPE,
+        pairing: RopePairing::Halves,
+    };
+    let prepare = AttnPrepare {
+        queries: Some(Queries { q, stride: 2 * DIM, norm, heads: HEADS, out: rotated }),
+        k: made.floats(MOST * KV_HEADS * DIM, 1.0, 0.0),
+        v: made.floats(MOST * KV_HEADS * DIM, 1.0, 0.0),
+        k_norm: norm,
+        rope,
+        kv,
+        lanes,
+        eps: 1e-6,
+    };
+    let attention = Attention {
+        q: rotated,
+        kv,
+        out: mixed,
+        scratch: made.alloc(Attention::scratch_bytes(MOST, HEADS, DIM)),
+        lanes,
+        heads: HEADS,
+        scale: 1.0 / 16.0,
+        causal: true,
+        window: None,
+    };
+    let gate = HeadGate {
+        x: mixed,
+        q_gate: Some(q),
+        out: Act { buf: mixed, width, dtype: ActDtype::Bf16 },
+        rows: MOST,
+        heads: HEADS,
+        dim: DIM,
+    };
+    AttnMix { prepare, attention, gate }
+}
+
+#[test]
+fn mixers_find_what_the_pass_before_left() {
+    let options = Options {
+        nvrtc: std::env::var_os("TH_NVRTC").map(PathBuf::from).into_iter().collect(),
+        ..Options::default()
+    };
+    let dev = match Cuda::open(&options) {
+        Ok(dev) => dev,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let mut made = Made { dev, at: 0, kept: Vec::new() };
+    let steps = steps(&mut made);
+    let lanes_of = |pass: usize| {
+        let step = steps.rows(pass, 1, size_of::<LaneStep>());
+        Lanes { step, count: 1, rows: MOST, max_rows: MOST }
+    };
+    let ids = made.alloc(4 * MOST);
+    let table = Weight { buf: made.floats(HIDDEN, 1.0, 0.0), format: Format::F32, n: 1, k: HIDDEN };
+    let (x, weight) = (made.alloc(4 * MOST * HIDDEN), made.floats(HIDDEN, 1.0, 0.0));
+    let xn = made.out(HIDDEN);
+    let cells = [gdn(&mut made, lanes_of(0)), gdn(&mut made, lanes_of(0))];
+    let pages = [attention(&mut made, lanes_of(0)), attention(&mut made, lanes_of(0))];
+    let mut ops: Vec<Box<dyn Op>> = Vec::new();
+    for pass in 0..PASSES {
+        let lanes = lanes_of(pass);
+        ops.push(Box::new(Embed { ids, table, out: x, rows: MOST }));
+        for (cell, layer) in cells.into_iter().zip(pages) {
+            ops.push(Box::new(RmsNorm { x, weight, out: xn, rows: MOST, eps: 1e-6 }));
+            ops.push(Box::new(GdnMix {
+                prepare: GdnPrepare { lanes, ..cell.prepare },
+                delta: GatedDelta { lanes, ..cell.delta },
+                norm: GatedNorm { out: made.out(GDN.values()), ..cell.norm },
+            }));
+            ops.push(Box::new(AttnMix {
+                prepare: AttnPrepare { lanes, ..layer.prepare },
+                attention: Attention { lanes, ..layer.attention },
+                gate: HeadGate { out: made.out(HEADS * DIM), ..layer.gate },
+            }));
+        }
+    }
+    let apart = made.run(|dev| {
+        for op in &ops {
+            dev.run(op.as_ref());
+            assert_eq!(dev.sync(), Ok(()), "{op:?}");
+        }
+    });
+    assert!(apart.iter().any(|byte| *byte != 0), "nothing was computed");
+    for replay in 0..5 {
+        let recorded = made.run(|dev| {
+            dev.replay(1, &mut |dev| ops.iter().for_each(|op| dev.run(op.as_ref())));
+        });
+        let at = recorded.iter().zip(&apart).position(|(a, b)| a != b);
+        assert!(at.is_none(), "replay {replay}: byte {at:?}");
+    }
+}
