@@ -14,6 +14,9 @@ use serde_json::Value as Json;
 /// Steps a render may take; the work and, at 64 bytes a step, the memory of a hostile template.
 /// A conversation of 10,000 messages needs about 3 million.
 const FUEL: u64 = 8_000_000;
+/// Stack of a render, in bytes: a value may be nested as deep as there are steps, and is printed,
+/// compared and dropped by recursion. It is reserved, and becomes memory where it is used.
+const STACK: usize = 512 << 20;
 
 /// Where the time for `strftime_now` comes from.
 pub type Clock = fn() -> Zoned;
@@ -50,6 +53,10 @@ impl Template {
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         env.set_fuel(Some(FUEL));
+        // They show variables, with work that no fuel pays for.
+        env.set_debug(false);
+        env.remove_filter("pprint");
+        env.remove_global("debug");
         env.add_filter("tojson", super::python_json::tojson);
         env.add_function("raise_exception", raise_exception);
         env.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
@@ -61,7 +68,8 @@ impl Template {
     /// Renders with the variables in `context`, an object.
     pub fn render(&self, context: &Json) -> Result<String, TemplateError> {
         let template = self.env.get_template("chat").map_err(|e| broken(&self.origin, &e))?;
-        template.render(Value::from(Serde(context))).map_err(|error| match refusal(&error) {
+        let rendered = stacker::grow(STACK, || template.render(Value::from(Serde(context))));
+        rendered.map_err(|error| match refusal(&error) {
             Some(message) => TemplateError::Refused(message),
             None => broken(&self.origin, &error),
         })

@@ -114,6 +114,28 @@ fn hostile_templates_run_out_of_fuel() {
 }
 
 #[test]
+fn values_may_be_nested_as_deep_as_fuel_lasts() {
+    let nested = |loops: usize, more: &str, then: &str| {
+        let source = format!(
+            "{{% set ns = namespace(s=1, t=1) %}}{{% for i in range({loops}) %}}{{% for m in range(1000) %}}\
+             {{% set ns.s = [ns.s] %}}{more}{{% endfor %}}{{% endfor %}}{then}"
+        );
+        parse(&source).unwrap().render(&json!({})).map_err(|error| error.to_string())
+    };
+    // Dropped, printed, compared and ordered.
+    assert_eq!(nested(850, "", ""), Ok(String::new()));
+    assert_eq!(nested(850, "", "{{ ns.s }}").unwrap().len(), 2 * 850_000 + 1);
+    let both = "{% set ns.t = [ns.t] %}";
+    assert_eq!(
+        nested(500, both, "{{ ns.s == ns.t }} {{ [ns.s, ns.t]|sort|length }}").unwrap(),
+        "True 2"
+    );
+    for dear in ["{{ messages|pprint }}", "{{ debug() }}"] {
+        assert!(parse(dear).and_then(|template| template.render(&json!({}))).is_err(), "{dear}");
+    }
+}
+
+#[test]
 fn a_long_conversation_has_fuel_enough() {
     let template = parse(include_str!("../../tests/data/qwen_like.jinja")).unwrap();
     let turn = |i: usize| {

@@ -62,7 +62,10 @@ fn fuzz_tool_calls() {
         cuts.sort_unstable();
         let pieces = cuts.windows(2).map(|pair| &text[pair[0]..pair[1]]);
         prop_assert_eq!(&parse_pieces(ToolParser::new(&weather(), "c"), pieces), &whole);
-        // Words are somewhere: in the text, in arguments, or in a note.
+        // Words are somewhere: in the text, in arguments, or in a note, unless it was cut.
+        if whole.notes.iter().any(|note| note.contains('…')) {
+            return Ok(());
+        }
         let calls = whole.calls.iter().map(|call| call.name.as_str().to_owned() + &call.arguments);
         let shown = whole.text.concat() + &calls.collect::<String>() + &whole.notes.concat();
         for word in ["word1", "word2", "é🦀"] {

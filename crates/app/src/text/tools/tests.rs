@@ -310,6 +310,11 @@ fn what_is_odd_is_noted() {
     let parsed = parse(&weather(), &twice);
     assert_eq!(parsed.calls[0].arguments, PARIS);
     assert_eq!(parsed.notes, ["parameter \"city\" was given twice; \"Rome\" was left out"]);
+    let long = parse(&weather(), &twice.replace("Rome", &"x".repeat(60)));
+    assert_eq!(
+        long.notes,
+        [format!("parameter \"city\" was given twice; {:?} … was left out", "x".repeat(40))]
+    );
     let unknown = XML.replace("=weather", "=climate").replace("=days", "=x");
     let parsed = parse(&weather(), &unknown);
     assert_eq!(parsed.calls[0].arguments, r#"{"city":"Paris","x":3}"#);

@@ -247,8 +247,12 @@ impl Value {
                 }
             }
             Target::Drop(key) => {
-                let shown: String = text.chars().take(40).collect();
-                emit.note(|| format!("parameter {key:?} was given twice; {shown:?} was left out"));
+                // Notes go into a header, so a long text is cut, and says so.
+                let cut = text.char_indices().nth(40);
+                let (shown, more) = cut.map_or((text, ""), |(at, _)| (&text[..at], " …"));
+                emit.note(|| {
+                    format!("parameter {key:?} was given twice; {shown:?}{more} was left out")
+                });
             }
         }
     }
