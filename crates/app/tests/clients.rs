@@ -132,7 +132,9 @@ fn no_request_is_a_fault_of_the_server() {
     let server = Server::start(&folder.join("fuzz"), &more);
     let tool = python.with_file_name("schemathesis");
     let checks = ["--checks", "not_a_server_error", "--max-examples", "10", "--seed", "1"];
+    // It leaves a folder of its own where it runs.
     let text = run(Command::new(tool)
+        .current_dir(&folder)
         .arg("run")
         .arg(format!("{}/openapi.json", server.url))
         .args(["--url", &server.url, "--header", &format!("Authorization: Bearer {KEY}")])

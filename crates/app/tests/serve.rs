@@ -210,9 +210,39 @@ fn a_taken_port_is_told_before_anything_is_loaded() {
     assert!(said.contains(&format!("port {port} is in use")) && said.contains("--port"), "{said}");
 }
 
+/// A folder that goes with its owner.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Scratch {
+        let path = std::env::temp_dir().join(format!("th-engine-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
 #[test]
 fn a_crashed_engine_is_started_again() {
-    let mut server = Server::start(&["--supervised"]);
+    let scratch = Scratch::new("crash");
+    let traces = scratch.0.join("traces.db");
+    let mut server = Server::run(&mut command(&[
+        "serve",
+        "--port",
+        "0",
+        "--context",
+        "2048",
+        "--lanes",
+        "2",
+        "--supervised",
+        "--trace-file",
+        traces.to_str().unwrap(),
+    ]));
     server.ready();
     let process = server.get("/status").1["pid"].as_u64().unwrap();
     assert_ne!(process, u64::from(server.child.id()));
@@ -223,6 +253,18 @@ fn a_crashed_engine_is_started_again() {
         let body = chat(
             &json!({"prompt": "Count: 1 2 3", "stream": true, "logit_bias": {"2": -100, "0": -100}, "max_tokens": 1900}),
         );
+        // One that waits for a whole reply, and will for long.
+        let whole = {
+            let (url, mut body) = (format!("{}/v1/completions", server.url), body.clone());
+            body["stream"] = false.into();
+            std::thread::spawn(move || {
+                let mut reply = agent().post(url).send_json(body).unwrap();
+                (reply.status().as_u16(), reply.body_mut().read_to_string().unwrap())
+            })
+        };
+        while server.get("/status").1["lanes"]["running"] != 1 {
+            std::thread::sleep(Duration::from_millis(10));
+        }
         let mut stream = BufReader::new(server.stream(path, &body));
         let mut seen = String::new();
         while seen.matches("data: ").count() < 4 {
@@ -233,9 +275,29 @@ fn a_crashed_engine_is_started_again() {
         stream.read_to_string(&mut seen).unwrap();
         assert!(seen.contains(error) && seen.contains("engine_crashed"), "{seen}");
         assert!(!seen.contains("[DONE]") && !seen.contains("message_stop"), "{seen}");
+        let (status, said) = whole.join().unwrap();
+        assert_eq!(status, 503, "{said}");
+        assert!(said.contains("engine_crashed"), "{said}");
         server.hears("it is started again");
     }
     server.ready();
+    // What the engine had in hand when it died is on record, under the trace that its reply named.
+    let begun = Instant::now();
+    let lost = loop {
+        let traces = server.get("/traces?outcome=server_error").1["traces"].clone();
+        if traces.as_array().unwrap().len() == 4 || begun.elapsed() > PATIENCE {
+            break traces;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let lost = lost.as_array().unwrap();
+    assert_eq!(lost.len(), 4, "{lost:?}");
+    for trace in lost {
+        assert_eq!(trace["error"]["code"], "engine_crashed", "{trace}");
+        let endpoint = trace["endpoint"].as_str().unwrap();
+        assert!(["/v1/completions", "/v1/messages"].contains(&endpoint), "{trace}");
+        assert_eq!(trace["status"], if trace["stream"] == true { 200 } else { 503 }, "{trace}");
+    }
     assert_eq!(server.post("/v1/chat/completions", &chat(&json!({"max_tokens": 2}))).0, 200);
     let engine = server.get("/status").1["pid"].as_u64().unwrap();
     server.signal(libc::SIGTERM);
@@ -257,6 +319,24 @@ fn a_server_that_is_told_to_leave_ends_its_requests() {
     stream.read_to_string(&mut seen).unwrap();
     assert!(seen.ends_with("data: [DONE]\n\n"), "{seen}");
     assert_eq!(server.exit_status(), Some(0));
+}
+
+#[test]
+fn those_who_take_too_long_to_end_are_told() {
+    for more in [&[][..], &["--supervised"]] {
+        let mut server = Server::start(&[&["--drain-timeout", "0.2"], more].concat());
+        server.ready();
+        let body = json!({"prompt": "Count: 1 2 3", "stream": true, "max_tokens": 1900, "logit_bias": {"2": -100, "0": -100}});
+        let mut stream = BufReader::new(server.stream("/v1/completions", &body));
+        let mut seen = String::new();
+        stream.read_line(&mut seen).unwrap();
+        server.signal(libc::SIGTERM);
+        server.hears("leaving");
+        stream.read_to_string(&mut seen).unwrap();
+        assert!(seen.contains("data: {\"error\"") && seen.contains("server_stopped"), "{seen}");
+        assert!(!seen.contains("[DONE]"), "{seen}");
+        assert_eq!(server.exit_status(), Some(0));
+    }
 }
 
 #[test]

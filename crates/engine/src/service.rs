@@ -247,7 +247,7 @@ pub enum Refusal {
         context: usize,
     },
     /// Too many wait.
-    #[error("{waiting} requests wait already: try again in {retry_after:?}")]
+    #[error("{waiting} requests wait already: try again in {} s", whole_seconds(*retry_after))]
     Busy {
         /// Requests that wait.
         waiting: usize,
@@ -257,6 +257,11 @@ pub enum Refusal {
     /// The service does not answer.
     #[error("{0}")]
     Unavailable(String),
+}
+
+/// Rounded up: nobody should come back too early.
+fn whole_seconds(time: Duration) -> u64 {
+    time.as_secs_f64().ceil().max(1.0) as u64
 }
 
 /// Why a request that had been taken failed.

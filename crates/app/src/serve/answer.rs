@@ -5,6 +5,7 @@
 //! client that leaves costs at most one round.
 
 use std::collections::VecDeque;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -26,12 +27,20 @@ pub fn begin(
     model: &Arc<Served>,
     generation: &Generation,
     exchange: &Exchange,
+    cut: Cut,
 ) -> Result<Answer, ApiError> {
     let sampler = prepare::sampler(model, generation)?;
-    let prepared = prepare::prompt(model, &generation.input, exchange)?;
-    if prepared.ids.is_empty() {
-        return Err(ApiError::invalid("prompt", "the prompt is empty: give at least one token"));
-    }
+    exchange.seeded(sampler.seed);
+    let room = Some(model.info.context);
+    let prompt = |input| {
+        let prepared = prepare::prompt(model, input, room, exchange)?;
+        if prepared.ids.is_empty() {
+            let what = "the prompt is empty: give at least one token";
+            return Err(ApiError::invalid("prompt", what));
+        }
+        Ok(prepared)
+    };
+    let prompts = generation.inputs().map(prompt).collect::<Result<Vec<_>, _>>()?;
     let (events, queue) = unbounded_channel();
     let mut answer = Answer {
         model: Arc::clone(model),
@@ -43,17 +52,20 @@ pub fn begin(
         started: false,
         cached: 0,
         over: false,
+        cut,
         seed: sampler.seed,
         without_effect: sampler.without_effect.clone(),
-        prepared,
+        prompts,
     };
-    for index in 0..generation.choices {
-        let guided = prepare::guide(model, generation, &answer.prepared, exchange)?;
+    for index in 0..generation.choices * answer.prompts.len() {
+        let (prompt, choice) = (index / generation.choices, index % generation.choices);
+        let guided = prepare::guide(model, generation, &answer.prompts[prompt], exchange)?;
         if index == 0 {
-            answer.prepared.notes.extend(guided.notes);
+            answer.prompts[0].notes.extend(guided.notes);
         }
-        let sampler = sampler.choice(index as u32);
-        let (prepared, constraint) = (&answer.prepared, guided.constraint);
+        // A prompt among others is answered as it would be alone.
+        let sampler = sampler.choice(choice as u32);
+        let (prepared, constraint) = (&answer.prompts[prompt], guided.constraint);
         let request = prepare::request(model, generation, prepared, sampler, constraint, exchange);
         let choice = Choice::new(model, generation, prepared, guided.exact_calls);
         let events = events.clone();
@@ -68,6 +80,9 @@ pub fn begin(
     Ok(answer)
 }
 
+/// Comes when the answer is cut short, with the reason.
+pub type Cut = Pin<Box<dyn Future<Output = ApiError> + Send>>;
+
 /// An answer in the making.
 pub struct Answer {
     model: Arc<Served>,
@@ -80,18 +95,24 @@ pub struct Answer {
     /// Prompt tokens of the first choice that need not be computed.
     cached: usize,
     over: bool,
+    cut: Cut,
     /// The seed that was used, the request's or a fresh one.
     pub seed: u64,
     /// Sampling options that change nothing here.
     pub without_effect: Vec<&'static str>,
-    /// The prompt.
-    pub prepared: Prepared,
+    /// One, or several that are answered together; never empty.
+    prompts: Vec<Prepared>,
 }
 
 impl Answer {
     /// The model that answers.
     pub fn model(&self) -> &Arc<Served> {
         &self.model
+    }
+
+    /// The prompt; of several, the first.
+    pub fn prompt(&self) -> &Prepared {
+        &self.prompts[0]
     }
 
     /// How many choices there are.
@@ -108,9 +129,14 @@ impl Answer {
             if self.over {
                 return None;
             }
-            match self.queue.recv().await {
-                Some((index, event)) => self.take(index, event),
-                None => self.fail(ApiError::server("engine_stopped", "the engine stopped")),
+            tokio::select! {
+                // What the engine has told already counts.
+                biased;
+                event = self.queue.recv() => match event {
+                    Some((index, event)) => self.take(index, event),
+                    None => self.fail(ApiError::server("engine_stopped", "the engine stopped")),
+                },
+                why = &mut self.cut => self.fail(why),
             }
         }
     }
@@ -148,14 +174,14 @@ impl Answer {
         self.exchange.observe(index, &event);
         match event {
             Event::Started { cache, .. } => {
-                // All choices have one prompt; what the first one to begin found is what the request
+                // Most requests have one prompt; what the first choice to begin found is what they
                 // saved.
                 if !std::mem::replace(&mut self.started, true) {
                     self.cached = cache.tokens;
                     self.ready.push_back(Output::Started { cached: cache.tokens });
                 }
             }
-            // All choices have the same prompt; the first one speaks for them.
+            // The first choice speaks for all.
             Event::Prefill { done, total } if index == 0 => {
                 self.ready.push_back(Output::Prefill { done, total, cached: self.cached });
             }

@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use super::errors::ApiError;
 use super::exchange::Exchange;
+use super::objects::Objects;
 use super::state::App;
 use crate::telemetry::ErrorClass;
 
@@ -89,7 +90,7 @@ pub fn parse<T: DeserializeOwned>(
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let mut track = serde_path_to_error::Track::new();
     let tracked = serde_path_to_error::Deserializer::new(&mut json, &mut track);
-    let value = serde_ignored::deserialize(tracked, |path| {
+    let value = serde_ignored::deserialize(Objects(tracked), |path| {
         ignored.insert(path.to_string().replace('?', "").replace("..", "."));
     });
     let value = value.map_err(|error| json_error(&error, &track.path().to_string()))?;
@@ -180,6 +181,15 @@ mod tests {
             let error = parse::<Outer>(text.as_bytes(), REFUSED).unwrap_err();
             assert_eq!(error.status, StatusCode::BAD_REQUEST, "{text}");
         }
+        // Serde would read a list field by field.
+        for body in [json!({"inner": [[1]]}), json!({"inner": [{"a": 1}, [null]]})] {
+            let error = run(&body).unwrap_err();
+            assert!(error.message.contains("a list, where an object is expected"), "{error}");
+            assert!(error.param.unwrap().starts_with("inner["));
+        }
+        let error = parse::<Outer>(b"[[], 5]", REFUSED).unwrap_err();
+        assert_eq!(error.code, "invalid_json");
+        assert!(error.message.contains("a list, where an object is expected"), "{error}");
         // What is skipped may be deep; what is read may not.
         let deep = |name: &str| {
             format!("{{\"inner\": [], \"{name}\": {}1{}}}", "[".repeat(9999), "]".repeat(9999))

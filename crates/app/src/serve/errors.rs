@@ -10,7 +10,9 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use engine::service::{Refusal, RequestError};
+use serde::Serialize;
 use serde_json::{Value, json};
+use utoipa::ToSchema;
 
 use super::api::Api;
 pub use crate::telemetry::record::ErrorClass;
@@ -33,6 +35,54 @@ pub struct ApiError {
     pub retry_after: Option<Duration>,
     /// Prompt tokens and context, for errors about them.
     pub length: Option<(usize, usize)>,
+}
+
+/// An error in OpenAI's form.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct OpenAiError {
+    error: OpenAiFault,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct OpenAiFault {
+    /// What happened and what to do about it.
+    message: String,
+    /// Its kind.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// The field of the request that is to blame.
+    param: Option<String>,
+    /// A stable name.
+    code: &'static str,
+}
+
+/// An error in Anthropic's form.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct AnthropicError {
+    /// `error`.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    error: AnthropicFault,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct AnthropicFault {
+    /// Its kind.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// What happened and what to do about it.
+    message: String,
+    /// A stable name.
+    code: &'static str,
+}
+
+/// An error in Ollama's form.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct OllamaError {
+    /// What happened and what to do about it.
+    error: String,
+    /// A stable name.
+    code: &'static str,
 }
 
 impl ApiError {
@@ -84,8 +134,17 @@ impl ApiError {
 
     /// The prompt is too long.
     pub fn too_long(tokens: usize, context: usize) -> ApiError {
+        ApiError::length(&tokens.to_string(), tokens, context)
+    }
+
+    /// The prompt is so long that nobody counted.
+    pub fn far_too_long(at_least: usize, context: usize) -> ApiError {
+        ApiError::length(&format!("at least {at_least}"), at_least, context)
+    }
+
+    fn length(counted: &str, tokens: usize, context: usize) -> ApiError {
         let message = format!(
-            "This model's maximum context length is {context} tokens, and the prompt has {tokens}. \
+            "This model's maximum context length is {context} tokens, and the prompt has {counted}. \
              Shorten the prompt, or start the server with a larger --context."
         );
         let status = StatusCode::BAD_REQUEST;
@@ -96,19 +155,25 @@ impl ApiError {
 
     /// The body in an API's form.
     pub fn body(&self, api: Api) -> Value {
+        let (message, code) = (self.message.clone(), self.code);
         match api {
-            Api::OpenAi => json!({"error": {
-                "message": self.message,
-                "type": self.openai_type(),
-                "param": self.param,
-                "code": self.code,
-            }}),
-            Api::Anthropic => json!({"type": "error", "error": {
-                "type": self.anthropic_type(),
-                "message": self.anthropic_message(),
-                "code": self.code,
-            }}),
-            Api::Ollama => json!({"error": self.message, "code": self.code}),
+            Api::OpenAi => json!(OpenAiError {
+                error: OpenAiFault {
+                    message,
+                    kind: self.openai_type(),
+                    param: self.param.clone(),
+                    code,
+                }
+            }),
+            Api::Anthropic => json!(AnthropicError {
+                kind: "error",
+                error: AnthropicFault {
+                    kind: self.anthropic_type(),
+                    message: self.anthropic_message(),
+                    code,
+                }
+            }),
+            Api::Ollama => json!(OllamaError { error: message, code }),
         }
     }
 

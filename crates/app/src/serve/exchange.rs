@@ -17,7 +17,7 @@ use super::errors::ApiError;
 use super::generation::{Generation, Input};
 use super::ids;
 use super::state::App;
-use crate::telemetry::record::{Sampling, request_hash, session_key};
+use crate::telemetry::record::{Record, Sampling, request_hash, session_key};
 use crate::telemetry::timeline::Stage;
 use crate::telemetry::{RequestTrace, TraceContext};
 use crate::text::chat::Role;
@@ -107,6 +107,7 @@ impl Exchange {
     /// What it asks to be generated.
     pub fn generates(&self, model: &str, generation: &Generation, streams: bool) {
         self.trace(|trace| {
+            trace.choices_per_prompt(generation.choices);
             let record = &mut trace.record;
             record.model = model.to_owned();
             record.stream = streams;
@@ -115,6 +116,11 @@ impl Exchange {
                 record.session = beginning(&record.client, &generation.input);
             }
         });
+    }
+
+    /// The seed that its answers follow from, whether it named one or not.
+    pub fn seeded(&self, seed: u64) {
+        self.trace(|trace| trace.record.sampling.seed = Some(seed));
     }
 
     /// A stage that took this long until now.
@@ -257,16 +263,21 @@ pub async fn observe(State(app): State<App>, mut request: Request, next: Next) -
     Response::from_parts(parts, Body::new(watched))
 }
 
-/// Requests that only look at the server leave no trace: there is one every few seconds.
 fn trace(app: &App, request: &Request, context: &TraceContext) -> Option<RequestTrace> {
+    record(request, context).map(|record| RequestTrace::of(&app.recorder, record))
+}
+
+/// The record that a request begins. Those that only look at the server leave none: there is one every
+/// few seconds.
+pub fn record(request: &Request, context: &TraceContext) -> Option<Record> {
     if matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS) {
         return None;
     }
     let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str);
-    let mut trace = RequestTrace::begin(&app.recorder, context, route);
-    trace.record.client = client(request.headers());
-    trace.record.session = session(request.headers());
-    Some(trace)
+    let mut record = Record::begin(context, route);
+    record.client = client(request.headers());
+    record.session = session(request.headers());
+    Some(record)
 }
 
 /// The program that asks, by the first word of its `User-Agent`.

@@ -19,7 +19,9 @@ use crate::text::tools::{Tool, ToolChoice};
 pub struct Generation {
     /// What is answered or continued.
     pub input: Input,
-    /// How many answers.
+    /// Further ones, each of which is answered as if it had come alone.
+    pub further: Vec<Input>,
+    /// How many answers to each.
     pub choices: usize,
     /// How tokens are chosen. What is absent follows the model's own defaults.
     pub sampling: SamplingOptions,
@@ -39,6 +41,13 @@ pub struct Generation {
     pub draft: bool,
     /// Whether control tokens appear in the text.
     pub keep_special: bool,
+}
+
+impl Generation {
+    /// All that is answered or continued.
+    pub fn inputs(&self) -> impl Iterator<Item = &Input> {
+        std::iter::once(&self.input).chain(&self.further)
+    }
 }
 
 /// What is answered or continued.

@@ -16,6 +16,10 @@ use crate::config::Surroundings;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Tokens of an answer that an agent may ask for: a quarter of the context, within these limits.
 const OUTPUT: (u64, u64) = (1024, 32_000);
+/// How long an agent waits for the first token, in milliseconds. A long prompt takes its time on one's own
+/// machine, and what keeps a connection alive meanwhile is no event to Claude Code and Codex: they would
+/// give up after five minutes and send it again.
+const WAIT_MS: u64 = 3_600_000;
 
 /// What an agent needs to know.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,8 +108,8 @@ fn claude(server: &Server, output: u64, rest: &[String]) -> Start {
         ("CLAUDE_CODE_MAX_OUTPUT_TOKENS", output.to_string()),
         ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", server.context.to_string()),
         ("CLAUDE_CODE_AUTO_COMPACT_WINDOW", server.context.to_string()),
-        // A long prompt takes its time on one's own machine.
-        ("API_TIMEOUT_MS", "3600000".to_owned()),
+        ("API_TIMEOUT_MS", WAIT_MS.to_string()),
+        ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", WAIT_MS.to_string()),
         ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1".to_owned()),
     ]);
     Start { program: "claude", arguments: rest.to_vec(), environment }
@@ -114,7 +118,8 @@ fn claude(server: &Server, output: u64, rest: &[String]) -> Start {
 fn codex(server: &Server, rest: &[String]) -> Start {
     let quoted = |text: &str| toml::Value::from(text).to_string();
     let provider = format!(
-        "{{ name = \"th-engine\", base_url = {}, env_key = \"TH_API_KEY\", wire_api = \"responses\" }}",
+        "{{ name = \"th-engine\", base_url = {}, env_key = \"TH_API_KEY\", \
+         wire_api = \"responses\", stream_idle_timeout_ms = {WAIT_MS} }}",
         quoted(&format!("{}/v1", server.url))
     );
     let settings = [
@@ -215,6 +220,7 @@ mod tests {
         let text = text.collect::<Vec<_>>().join("\n");
         let table: toml::Table = text.parse().unwrap();
         assert_eq!(table["p"]["base_url"].as_str(), Some("http://h:1/v1"));
+        assert_eq!(table["p"]["stream_idle_timeout_ms"].as_integer(), Some(3_600_000));
         assert_eq!(table["model_context_window"].as_integer(), Some(8192));
     }
 

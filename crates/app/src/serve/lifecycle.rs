@@ -51,10 +51,21 @@ impl Phase {
     }
 }
 
+/// How far the server is on its way out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Leaving {
+    /// Not at all.
+    No,
+    /// Nothing more is taken, and what runs may end.
+    Draining,
+    /// What still runs is cut short.
+    Cut,
+}
+
 /// Holds the model, and gives its memory back while nobody needs it.
 pub struct Lifecycle {
     phase: watch::Sender<Phase>,
-    draining: watch::Sender<bool>,
+    leaving: watch::Sender<Leaving>,
     load: Load,
     /// What is known of the model once it was loaded, and stays known while it is released.
     facts: Mutex<Option<Arc<Facts>>>,
@@ -85,7 +96,7 @@ impl Lifecycle {
     fn with_phase(load: Load, phase: Phase) -> Arc<Lifecycle> {
         Arc::new(Lifecycle {
             phase: watch::Sender::new(phase),
-            draining: watch::Sender::new(false),
+            leaving: watch::Sender::new(Leaving::No),
             load,
             facts: Mutex::default(),
             begun: Instant::now(),
@@ -125,12 +136,31 @@ impl Lifecycle {
 
     /// Whether the server is leaving.
     pub fn draining(&self) -> bool {
-        *self.draining.borrow()
+        *self.leaving.borrow() != Leaving::No
     }
 
     /// Takes nothing more.
     pub fn drain(&self) {
-        self.draining.send_replace(true);
+        self.leaving.send_if_modified(|leaving| {
+            let begins = *leaving == Leaving::No;
+            *leaving = (*leaving).max(Leaving::Draining);
+            begins
+        });
+    }
+
+    /// Cuts short what still runs: its time to end is over.
+    pub fn cut(&self) {
+        self.leaving.send_replace(Leaving::Cut);
+    }
+
+    /// Waits until what still runs is cut short, and says what to tell its clients.
+    pub fn when_cut(&self) -> impl Future<Output = ApiError> + Send + use<> {
+        let mut leaving = self.leaving.subscribe();
+        async move {
+            // A server that is gone cuts everything short too.
+            let _ = leaving.wait_for(|leaving| *leaving == Leaving::Cut).await;
+            stopped()
+        }
     }
 
     /// The model, loaded again if it was released.
@@ -140,8 +170,7 @@ impl Lifecycle {
     pub async fn model(self: &Arc<Lifecycle>) -> Result<Arc<Served>, ApiError> {
         self.used();
         if self.draining() {
-            let what = "the server is stopping and takes nothing more";
-            return Err(ApiError::unavailable("draining", what, Duration::from_secs(10)));
+            return Err(draining());
         }
         match self.phase() {
             Phase::Released => self.reload(),
@@ -224,6 +253,18 @@ impl Lifecycle {
         std::thread::spawn(move || drop(model));
         true
     }
+}
+
+/// What a request is told that comes while the server stops.
+pub fn draining() -> ApiError {
+    let what = "the server is stopping and takes nothing more";
+    ApiError::unavailable("draining", what, Duration::from_secs(10))
+}
+
+/// What a request is told that was cut short because the server stops.
+pub fn stopped() -> ApiError {
+    let what = "the server stopped before the reply was complete; send the request again";
+    ApiError::unavailable("server_stopped", what, Duration::from_secs(10))
 }
 
 fn answer(phase: Phase) -> Result<Arc<Served>, ApiError> {

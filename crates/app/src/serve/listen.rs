@@ -25,6 +25,8 @@ use tokio::task::JoinSet;
 const MAX_CONNECTIONS: usize = 4096;
 /// The longest head of a request.
 const MAX_HEAD: usize = 64 << 10;
+/// How long replies that are cut short may take to say so.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A socket that listens.
 #[derive(Debug)]
@@ -131,13 +133,15 @@ impl Drop for Listener {
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
-/// Serves until `leave`; then takes no more connections, and gives requests `drain` to end.
+/// Serves until `leave`; then takes no more connections, and gives requests `drain` to end. After that
+/// `cut` tells those that are left to say that they are over.
 pub async fn serve(
     listener: Listener,
     router: Router,
     header_timeout: Duration,
     leave: impl Future<Output = ()>,
     drain: Duration,
+    cut: impl FnOnce(),
 ) {
     let mut builder = Builder::new(TokioExecutor::new());
     let mut http1 = builder.http1();
@@ -172,8 +176,14 @@ pub async fn serve(
         });
     }
     drop(listener);
-    if tokio::time::timeout(drain, graceful.shutdown()).await.is_err() {
-        // Dropping what is left cancels its requests.
+    let ended = graceful.shutdown();
+    tokio::pin!(ended);
+    if tokio::time::timeout(drain, &mut ended).await.is_ok() {
+        return;
+    }
+    cut();
+    if tokio::time::timeout(LAST_WORDS, ended).await.is_err() {
+        // Their clients don't listen. Dropping what is left cancels its requests.
         connections.shutdown().await;
     }
 }

@@ -22,6 +22,7 @@ pub mod lifecycle;
 pub mod listen;
 pub mod logprobs;
 pub mod model;
+mod objects;
 pub mod ollama;
 pub mod openai;
 pub mod page;

@@ -38,14 +38,21 @@ pub struct Prepared {
     pub notes: Vec<String>,
 }
 
-/// Renders and tokenises what a request asks to be answered.
+/// Renders and tokenises what a request asks to be answered. If it is to fit into `room` tokens, what is
+/// far longer is refused before it is tokenised.
 ///
 /// # Errors
-/// If it can't be rendered or tokenised.
-pub fn prompt(model: &Facts, input: &Input, exchange: &Exchange) -> Result<Prepared, ApiError> {
+/// If it can't be rendered or tokenised, or certainly does not fit.
+pub fn prompt(
+    model: &Facts,
+    input: &Input,
+    room: Option<usize>,
+    exchange: &Exchange,
+) -> Result<Prepared, ApiError> {
     match input {
-        Input::Chat(chat) => chat_prompt(model.text()?, chat, exchange),
+        Input::Chat(chat) => chat_prompt(model.text()?, chat, room, exchange),
         Input::Text(text) => {
+            fits(model.text()?, text, room)?;
             let begun = Instant::now();
             let ids = model.text()?.raw_ids(text).map_err(|e| tokenizer_error(&e))?;
             exchange.stage(Stage::Tokenise, begun);
@@ -59,10 +66,25 @@ fn raw(ids: Vec<u32>) -> Prepared {
     Prepared { ids, boundaries: Vec::new(), start: Start::Answer, notes: Vec::new() }
 }
 
-fn chat_prompt(text: &ChatText, chat: &Chat, exchange: &Exchange) -> Result<Prepared, ApiError> {
+/// Looks whether a text may fit; in doubt it may.
+fn fits(text: &ChatText, prompt: &str, room: Option<usize>) -> Result<(), ApiError> {
+    let Some(room) = room else { return Ok(()) };
+    match text.tok().at_least(prompt) {
+        tokens if tokens > room => Err(ApiError::far_too_long(tokens, room)),
+        _ => Ok(()),
+    }
+}
+
+fn chat_prompt(
+    text: &ChatText,
+    chat: &Chat,
+    room: Option<usize>,
+    exchange: &Exchange,
+) -> Result<Prepared, ApiError> {
     let begun = Instant::now();
     let Prompt { text: rendered, start, mut notes } = render(text, chat)?;
     exchange.stage(Stage::Template, begun);
+    fits(text, &rendered.text(), room)?;
     let begun = Instant::now();
     let ids = text.tok().encode(&rendered).map_err(|e| tokenizer_error(&e))?;
     exchange.stage(Stage::Tokenise, begun);
@@ -151,6 +173,14 @@ pub fn sampler(model: &Facts, generation: &Generation) -> Result<Sampler, ApiErr
     let Generation { choices, stop, logprobs, .. } = generation;
     if !(1..=MAX_CHOICES).contains(choices) {
         return Err(ApiError::invalid("n", format!("n is {choices}; use 1 to {MAX_CHOICES}")));
+    }
+    let prompts = 1 + generation.further.len();
+    if choices * prompts > MAX_CHOICES {
+        let what = format!(
+            "{prompts} prompts with {choices} answers each are more than {MAX_CHOICES} answers; send \
+             them in several requests"
+        );
+        return Err(ApiError::invalid("prompt", what));
     }
     if stop.len() > MAX_STOPS {
         let what = format!("{} stop texts were given; at most {MAX_STOPS} work", stop.len());

@@ -2,8 +2,9 @@
 
 use axum::Router;
 use axum::body::Body;
+use axum::extract::{Request, State};
 use axum::http::{StatusCode, Uri};
-use axum::middleware::{from_fn, from_fn_with_state};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tower_http::catch_panic::CatchPanicLayer;
@@ -41,6 +42,7 @@ pub fn router(app: App) -> Router {
     // The last layer is the outermost.
     routes
         .layer(CatchPanicLayer::custom(panicked))
+        .layer(from_fn_with_state(app.clone(), unless_cut))
         .layer(from_fn_with_state(app.clone(), security::guard))
         .layer(app.security.cors())
         .layer(from_fn(errors::shape))
@@ -93,6 +95,16 @@ async fn wrong_method(uri: Uri) -> ApiError {
     let what = format!("{path} does not take this method; see /openapi.json");
     let status = StatusCode::METHOD_NOT_ALLOWED;
     ApiError::new(ErrorClass::BadRequest, status, "method_not_allowed", what)
+}
+
+/// Requests that have no reply yet when the server stops get one that says so. Streams end in their own
+/// way.
+async fn unless_cut(State(app): State<App>, request: Request, next: Next) -> Response {
+    tokio::select! {
+        biased;
+        response = next.run(request) => response,
+        why = app.lifecycle.when_cut() => why.into_response(),
+    }
 }
 
 /// One request's panic is its own failure; what it said is on standard error.

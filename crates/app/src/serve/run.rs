@@ -50,10 +50,10 @@ pub fn run(
     runtime.block_on(async {
         // The port first: a model takes its time, and then it would be for nothing.
         let listener = listener(args).await.map_err(Failure::Run)?;
-        warn(&args.access, &security);
+        dangers(&args.access, &security).iter().for_each(|danger| error(danger));
         let supervised = args.life.supervised_socket.is_some();
         if args.life.supervised && !supervised {
-            return supervise(listener, args).await;
+            return supervise(listener, traces, args).await;
         }
         let metrics = Arc::new(Metrics::new());
         let recorder = Recorder::start(traces, Arc::clone(&metrics));
@@ -75,7 +75,8 @@ pub fn run(
         };
         let drain = args.life.drain_timeout;
         let router = router(Arc::clone(&app));
-        listen::serve(listener, router, args.limits.header_timeout, leave, drain).await;
+        let cut = || app.lifecycle.cut();
+        listen::serve(listener, router, args.limits.header_timeout, leave, drain, cut).await;
         match app.lifecycle.phase() {
             Phase::Failed(what) => Err(Failure::Load(anyhow::anyhow!(what))),
             _ => Ok(()),
@@ -84,15 +85,24 @@ pub fn run(
 }
 
 #[cfg(unix)]
-async fn supervise(listener: Listener, args: &ServeArgs) -> Result<(), Failure> {
+async fn supervise(
+    listener: Listener,
+    traces: RecorderOptions,
+    args: &ServeArgs,
+) -> Result<(), Failure> {
     note(&format!("listening on {}", listener.shown()));
     let leave = told_to_leave(false);
     let (head, drain) = (args.limits.header_timeout, args.life.drain_timeout);
-    super::supervise::run(listener, head, leave, drain).await.map_err(Failure::Run)
+    let recorder = Recorder::start(traces, Arc::new(Metrics::new()));
+    super::supervise::run(listener, recorder, head, leave, drain).await.map_err(Failure::Run)
 }
 
 #[cfg(not(unix))]
-async fn supervise(_listener: Listener, _args: &ServeArgs) -> Result<(), Failure> {
+async fn supervise(
+    _listener: Listener,
+    _traces: RecorderOptions,
+    _args: &ServeArgs,
+) -> Result<(), Failure> {
     let what = "--supervised needs UNIX sockets, which this system does not have";
     Err(Failure::Usage(anyhow::anyhow!(what)))
 }
@@ -153,18 +163,23 @@ fn security(access: &AccessArgs, surroundings: &Surroundings) -> anyhow::Result<
     Ok(Security { keys, hosts: access.allowed_host.clone(), origins: access.cors_origin.clone() })
 }
 
-fn warn(access: &AccessArgs, security: &Security) {
+/// What is dangerous about who may ask.
+fn dangers(access: &AccessArgs, security: &Security) -> Vec<String> {
+    let mut dangers = Vec::new();
     let open = security.keys.is_empty();
     if access.unix_socket.is_none() && !is_local(access.host) && open {
-        error(&format!(
+        dangers.push(format!(
             "anyone who reaches {} may use this server: set an API key (--api-key-file, TH_API_KEY) \
              or listen on 127.0.0.1",
             access.host
         ));
     }
     if security.origins.iter().any(|origin| origin == "*") && open {
-        error(&"any page in a browser may use this server: set an API key or name origins");
+        dangers.push(
+            "any page in a browser may use this server: set an API key or name origins".into(),
+        );
     }
+    dangers
 }
 
 fn is_local(host: IpAddr) -> bool {
@@ -327,4 +342,35 @@ async fn input_ended() {
         let _ = ended.send(read);
     });
     let _ = told.await;
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        access: AccessArgs,
+    }
+
+    fn told(args: &[&str], keys: &[&str]) -> (bool, Vec<String>) {
+        let line = Line::try_parse_from(["serve"].iter().chain(args)).unwrap();
+        let keys = keys.iter().map(|&key| key.to_owned()).collect();
+        let origins = line.access.cors_origin.clone();
+        let security = Security { keys, origins, ..Security::default() };
+        (is_local(line.access.host), dangers(&line.access, &security))
+    }
+
+    /// SE-03: this machine alone unless told otherwise, and what that means is said.
+    #[test]
+    fn a_server_for_everyone_is_warned_of() {
+        assert_eq!(told(&[], &[]), (true, vec![]));
+        let (local, dangers) = told(&["--host", "0.0.0.0"], &[]);
+        assert!(!local && dangers[0].contains("anyone who reaches 0.0.0.0"), "{dangers:?}");
+        assert_eq!(told(&["--host", "0.0.0.0"], &["k"]), (false, vec![]));
+        assert!(told(&["--cors-origin", "*"], &[]).1[0].contains("any page in a browser"));
+    }
 }

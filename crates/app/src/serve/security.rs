@@ -51,10 +51,12 @@ impl Security {
 
     fn check(&self, request: &Request) -> Result<(), ApiError> {
         let (headers, uri) = (request.headers(), request.uri());
-        let host = host(headers, uri);
-        if let Some(host) = host
-            && !self.knows_host(host)
-        {
+        let Some(host) = host(headers, uri) else {
+            let what =
+                "the request has no Host header, which HTTP/1.1 asks for: name the server in it";
+            return Err(ApiError::bad_request("host_missing", what));
+        };
+        if !self.knows_host(host) {
             let what = format!(
                 "the host {:?} is not a name of this server; start it with --allowed-host to add it",
                 shortened(host)
@@ -92,11 +94,11 @@ impl Security {
         address || local || self.hosts.iter().any(listed)
     }
 
-    fn knows_origin(&self, origin: &HeaderValue, host: Option<&str>) -> bool {
+    fn knows_origin(&self, origin: &HeaderValue, host: &str) -> bool {
         let Ok(origin) = origin.to_str() else { return false };
         let same = || {
             let authority = origin.split_once("://").map(|(_, authority)| authority);
-            authority.is_some_and(|authority| host == Some(authority))
+            authority.is_some_and(|authority| host == authority)
         };
         self.any_origin() || same() || self.origins.iter().any(|known| known == origin)
     }

@@ -142,14 +142,15 @@ impl Server {
             (asked, most) => asked.or(most),
         };
         exchange.generates(&served.name, &generation, streams);
+        let cut = Box::pin(self.lifecycle.when_cut());
         let answer = if quick(&generation) {
-            answer::begin(served, &generation, exchange)?
+            answer::begin(served, &generation, exchange, cut)?
         } else {
             let (served, exchange) = (Arc::clone(served), exchange.clone());
-            let work = move || answer::begin(&served, &generation, &exchange);
+            let work = move || answer::begin(&served, &generation, &exchange, cut);
             aside(work).await?
         };
-        exchange.notes(answer.prepared.notes.iter().cloned());
+        exchange.notes(answer.prompt().notes.iter().cloned());
         let idle = answer.without_effect.iter();
         exchange.notes(idle.map(|name| format!("{name} changes nothing at temperature 0")));
         Ok(answer)
@@ -182,7 +183,7 @@ pub async fn aside<T: Send + 'static>(
 fn quick(generation: &Generation) -> bool {
     let tools = matches!(&generation.input, Input::Chat(chat) if !chat.tools.is_empty());
     let plain = generation.response_format == ResponseFormat::Text && !tools;
-    plain && generation.input.bytes() <= 8 << 10
+    plain && generation.inputs().map(Input::bytes).sum::<usize>() <= 8 << 10
 }
 
 fn unknown_model(asked: &str, names: &[String]) -> ApiError {

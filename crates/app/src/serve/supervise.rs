@@ -16,9 +16,11 @@ use anyhow::Context;
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderName, StatusCode, header};
+use axum::http::response::Parts;
+use axum::http::{HeaderMap, HeaderName, header};
 use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
+use axum::routing::any;
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
@@ -28,8 +30,12 @@ use tokio::process::{Child, Command};
 
 use super::api::Api;
 use super::errors::{self, ApiError};
+use super::exchange;
+use super::lifecycle::{draining, stopped};
 use super::listen::{self, Listener};
-use super::stream;
+use super::{router, stream};
+use crate::telemetry::record::{ErrorClass, Fault, Record};
+use crate::telemetry::{Recorder, TraceContext};
 use crate::terminal::{error, note};
 
 /// Pauses before the engine is started again: twice as long each time.
@@ -49,6 +55,9 @@ const HOP_BY_HOP: [HeaderName; 5] = [
     HeaderName::from_static("keep-alive"),
 ];
 
+/// What the engine's process may need beyond its own time to drain, before it is ended.
+const LAST_PATIENCE: Duration = Duration::from_secs(5);
+
 /// How the engine's process is.
 #[derive(Clone, Debug)]
 enum Engine {
@@ -58,11 +67,15 @@ enum Engine {
         how: String,
         again: Instant,
     },
+    /// It was told to leave, and is not started again.
+    Leaving,
 }
 
 struct Supervisor {
     socket: PathBuf,
     engine: Mutex<Engine>,
+    /// Takes requests that the engine's process has no more chance to tell of.
+    recorder: Arc<Recorder>,
 }
 
 impl Supervisor {
@@ -70,8 +83,24 @@ impl Supervisor {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn set(&self, engine: Engine) {
-        *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = engine;
+    fn set(&self, next: Engine) {
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        if !matches!(*engine, Engine::Leaving) {
+            *engine = next;
+        }
+    }
+
+    /// What requests are told that the engine's process had when it ended.
+    fn broken_off(&self) -> ApiError {
+        match self.engine() {
+            Engine::Leaving => stopped(),
+            Engine::Running | Engine::Away { .. } => {
+                let what = "the engine's process ended before the reply was complete; send the \
+                            request again";
+                let error = ApiError::unavailable("engine_crashed", what, FIRST_PAUSE);
+                ApiError { class: ErrorClass::ServerError, ..error }
+            }
+        }
     }
 }
 
@@ -82,6 +111,7 @@ impl Supervisor {
 /// If the process can't be started at all, or says that it never can.
 pub async fn run(
     listener: Listener,
+    recorder: Arc<Recorder>,
     header_timeout: Duration,
     leave: impl Future<Output = ()>,
     drain: Duration,
@@ -89,17 +119,25 @@ pub async fn run(
     let folder = Folder::create()?;
     let socket = folder.0.join("engine.sock");
     let engine = Mutex::new(Engine::Running);
-    let supervisor = Arc::new(Supervisor { socket: socket.clone(), engine });
-    let router = Router::new()
-        .fallback(pass_on)
-        .layer(from_fn(errors::shape))
-        .with_state(Arc::clone(&supervisor));
+    let supervisor = Arc::new(Supervisor { socket, engine, recorder });
+    // The engine's process knows its routes; here they only have to have their names.
+    let known = router::document().paths.paths.into_keys();
+    let routes = known.fold(Router::new(), |routes, path| routes.route(&path, any(pass_on)));
+    let router =
+        routes.fallback(pass_on).layer(from_fn(errors::shape)).with_state(Arc::clone(&supervisor));
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let keeper = tokio::spawn(async move { keep(&supervisor, stopped, drain).await });
+    let kept = Arc::clone(&supervisor);
+    let keeper = tokio::spawn(async move { keep(&kept, stopped, drain).await });
     tokio::pin!(keeper);
     let leave = async {
         tokio::select! {
-            () = leave => None,
+            () = leave => {
+                supervisor.set(Engine::Leaving);
+                // It drains while requests still run through this process. The keeper is there to
+                // hear it.
+                let _ = stop.send(());
+                None
+            }
             kept = &mut keeper => Some(kept),
         }
     };
@@ -109,16 +147,14 @@ pub async fn run(
             // The one who waits below is told before anything else happens.
             let _ = tell.send(leave.await);
         };
-        listen::serve(listener, router, header_timeout, leave, drain).await;
+        // Those who are cut short hear it from the engine's process, or from its end.
+        let patience = drain + 2 * LAST_PATIENCE;
+        listen::serve(listener, router, header_timeout, leave, patience, || ()).await;
         told.await.ok().flatten()
     };
     let kept = match kept {
         Some(kept) => kept,
-        None => {
-            // The keeper is there to hear it.
-            let _ = stop.send(());
-            keeper.await
-        }
+        None => keeper.await,
     };
     kept.context("the supervisor failed")?
 }
@@ -171,8 +207,7 @@ fn start(socket: &Path) -> anyhow::Result<Child> {
 
 /// Lets the engine's process end its requests; its input has ended, which tells it to.
 async fn end(mut child: Child, drain: Duration) -> anyhow::Result<()> {
-    let patience = drain + Duration::from_secs(5);
-    if tokio::time::timeout(patience, child.wait()).await.is_err() {
+    if tokio::time::timeout(drain + LAST_PATIENCE, child.wait()).await.is_err() {
         note(&"the engine's process did not leave in time and is ended");
         child.kill().await?;
     }
@@ -181,15 +216,33 @@ async fn end(mut child: Child, drain: Duration) -> anyhow::Result<()> {
 
 async fn pass_on(State(supervisor): State<Arc<Supervisor>>, request: Request) -> Response {
     let path = request.uri().path().to_owned();
+    let underway = Underway::begin(&supervisor, &request);
     match ask(&supervisor.socket, request).await {
-        Ok(response) => relay(response, Api::of_path(&path)),
-        Err(()) => away(&supervisor, &path),
+        Ok(response) => relay(response, Api::of_path(&path), underway),
+        Err(Unanswered::NotThere) => away(&supervisor, &path, underway),
+        Err(Unanswered::Crashed) => underway.fails(supervisor.broken_off()),
+        Err(Unanswered::Incomplete) => {
+            let what = "the request's body did not arrive whole";
+            ApiError::bad_request("incomplete_body", what).into_response()
+        }
     }
 }
 
-async fn ask(socket: &Path, mut request: Request) -> Result<Response<Incoming>, ()> {
-    let stream = UnixStream::connect(socket).await.map_err(drop)?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(drop)?;
+/// Why the engine's process gave no reply.
+enum Unanswered {
+    /// It does not listen.
+    NotThere,
+    /// It ended with the request in hand.
+    Crashed,
+    /// The request never arrived whole, which is its client's affair.
+    Incomplete,
+}
+
+async fn ask(socket: &Path, mut request: Request) -> Result<Response<Incoming>, Unanswered> {
+    let gone = |_| Unanswered::NotThere;
+    let stream = UnixStream::connect(socket).await.map_err(gone)?;
+    let connected = http1::handshake(TokioIo::new(stream)).await;
+    let (mut sender, connection) = connected.map_err(|_| Unanswered::NotThere)?;
     tokio::spawn(async move {
         // Its end shows in the reply's body.
         let _ = connection.await;
@@ -201,48 +254,110 @@ async fn ask(socket: &Path, mut request: Request) -> Result<Response<Incoming>, 
     one_hop(request.headers_mut());
     *request.version_mut() = axum::http::Version::HTTP_11;
     let target = request.uri().path_and_query().map_or("/", |target| target.as_str());
-    *request.uri_mut() = target.parse().map_err(drop)?;
-    sender.send_request(request).await.map_err(drop)
+    // A part of one that is right already.
+    *request.uri_mut() = target.parse().map_err(|_| Unanswered::Incomplete)?;
+    sender.send_request(request).await.map_err(|error| match error.is_user() {
+        true => Unanswered::Incomplete,
+        false => Unanswered::Crashed,
+    })
 }
 
 fn one_hop(headers: &mut HeaderMap) {
     HOP_BY_HOP.iter().for_each(|name| drop(headers.remove(name)));
 }
 
-fn relay(response: Response<Incoming>, api: Api) -> Response {
+fn relay(response: Response<Incoming>, api: Api, mut underway: Underway) -> Response {
     let (mut parts, body) = response.into_parts();
     one_hop(&mut parts.headers);
     let kind = parts.headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     let streams =
         kind.is_some_and(|kind| kind.starts_with("text/event-stream") || kind.contains("ndjson"));
-    match streams {
-        true => Response::from_parts(parts, Body::new(Relayed { body, api, over: false })),
-        false => Response::from_parts(parts, Body::new(body)),
-    }
+    underway.answered(&parts, streams);
+    let relayed = Relayed { body, api, streams, underway: Some(underway) };
+    Response::from_parts(parts, Body::new(relayed))
 }
 
 /// What a request is told while there is no engine.
-fn away(supervisor: &Supervisor, path: &str) -> Response {
-    let (what, wait) = match supervisor.engine() {
-        Engine::Running => ("the engine's process is starting".to_owned(), FIRST_PAUSE),
+fn away(supervisor: &Supervisor, path: &str, underway: Underway) -> Response {
+    let error = match supervisor.engine() {
+        Engine::Leaving => draining(),
+        Engine::Running => {
+            let what = "the engine's process is starting";
+            ApiError::unavailable("engine_restarting", what, FIRST_PAUSE)
+        }
         Engine::Away { how, again } => {
             let what = format!("the engine's process ended ({how}) and is being started again");
-            (what, again.saturating_duration_since(Instant::now()))
+            let wait = again.saturating_duration_since(Instant::now());
+            ApiError::unavailable("engine_restarting", what, wait)
         }
     };
     if ["/health", "/ready"].contains(&path) {
-        let report = json!({"status": "restarting", "reason": what});
-        return (StatusCode::SERVICE_UNAVAILABLE, axum::Json(report)).into_response();
+        let status = if error.code == "draining" { "draining" } else { "restarting" };
+        let report = json!({"status": status, "reason": error.message});
+        return (error.status, axum::Json(report)).into_response();
     }
-    ApiError::unavailable("engine_restarting", what, wait).into_response()
+    underway.fails(error)
 }
 
-/// A streamed reply. If the engine's process crashes, it ends with an error that its client
-/// understands.
+/// A request that the engine's process has. What is known of it here goes into its record if that
+/// process never gets to write one.
+struct Underway {
+    supervisor: Arc<Supervisor>,
+    begun: Instant,
+    /// `None` for requests that are not traced.
+    record: Option<Record>,
+}
+
+impl Underway {
+    fn begin(supervisor: &Arc<Supervisor>, request: &Request) -> Underway {
+        let record = exchange::record(request, &TraceContext::from_headers(request.headers()));
+        Underway { supervisor: Arc::clone(supervisor), begun: Instant::now(), record }
+    }
+
+    /// The reply has begun: it names the trace.
+    fn answered(&mut self, parts: &Parts, streams: bool) {
+        let Some(record) = &mut self.record else { return };
+        if let Some((trace_id, span_id)) = TraceContext::of_reply(&parts.headers) {
+            (record.trace_id, record.span_id) = (trace_id, span_id);
+        }
+        let id = parts.headers.get("x-request-id").and_then(|id| id.to_str().ok());
+        record.request_id = id.unwrap_or_default().to_owned();
+        record.status = parts.status.as_u16();
+        record.stream = streams;
+    }
+
+    /// It failed, with no reply or in the middle of one.
+    fn lost(self, error: &ApiError) {
+        let Some(mut record) = self.record else { return };
+        record.duration_us = u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+        if record.status == 0 {
+            record.status = error.status.as_u16();
+        }
+        let (code, message) = (error.code.to_owned(), error.message.clone());
+        record.error = Some(Fault { class: error.class, code, message });
+        self.supervisor.recorder.record(record);
+    }
+
+    /// It gets this instead of a reply.
+    fn fails(self, error: ApiError) -> Response {
+        let context = self.record.as_ref().map(Record::context);
+        self.lost(&error);
+        let mut response = error.into_response();
+        if let Some(context) = context {
+            context.mark(response.headers_mut());
+        }
+        response
+    }
+}
+
+/// A reply on its way. If the engine's process crashes, a stream ends with an error that its client
+/// understands, and anything else is cut off.
 struct Relayed {
     body: Incoming,
     api: Api,
-    over: bool,
+    streams: bool,
+    /// `None` once it is over.
+    underway: Option<Underway>,
 }
 
 impl HttpBody for Relayed {
@@ -253,22 +368,38 @@ impl HttpBody for Relayed {
         mut self: Pin<&mut Self>,
         task: &mut Task<'_>,
     ) -> Poll<Option<Result<http_body::Frame<Bytes>, hyper::Error>>> {
-        if self.over {
+        if self.underway.is_none() {
             return Poll::Ready(None);
         }
         match Pin::new(&mut self.body).poll_frame(task) {
-            Poll::Ready(Some(Err(_))) => {
-                self.over = true;
-                Poll::Ready(Some(Ok(http_body::Frame::data(broken_off(self.api).into()))))
+            Poll::Ready(Some(Err(broken))) => {
+                let Some(underway) = self.underway.take() else { return Poll::Ready(None) };
+                let error = underway.supervisor.broken_off();
+                underway.lost(&error);
+                Poll::Ready(Some(match self.streams {
+                    true => Ok(http_body::Frame::data(last_words(&error, self.api).into())),
+                    false => Err(broken),
+                }))
             }
             polled => polled,
         }
     }
+
+    fn is_end_stream(&self) -> bool {
+        self.underway.is_none() || self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        match self.streams {
+            // Its last words may come on top.
+            true => http_body::SizeHint::default(),
+            false => self.body.size_hint(),
+        }
+    }
 }
 
-fn broken_off(api: Api) -> String {
-    let what = "the engine's process ended in the middle of this reply; send the request again";
-    let body = ApiError::server("engine_crashed", what).body(api);
+fn last_words(error: &ApiError, api: Api) -> String {
+    let body = error.body(api);
     let mut out = String::new();
     match api {
         Api::OpenAi => stream::data(&body, &mut out),

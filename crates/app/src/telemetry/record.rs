@@ -1,10 +1,13 @@
 //! One finished request as plain data: what the store keeps, metrics count and collectors get.
 
+use std::time::SystemTime;
+
 use engine::SamplingOptions;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::timeline::micros;
 use super::trace_context::{SpanId, TraceContext, TraceId};
 
 /// A finished request. Times are in microseconds; `0` tokens are tokens that were counted and not
@@ -90,8 +93,20 @@ impl Record {
             parent_id: trace.parent_id,
             sampled: trace.sampled,
             trace_state: trace.state.clone(),
+            started_us: micros(SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default()),
             endpoint: endpoint.to_owned(),
             ..Record::default()
+        }
+    }
+
+    /// Where it stands in its trace.
+    pub fn context(&self) -> TraceContext {
+        TraceContext {
+            trace_id: self.trace_id,
+            span_id: self.span_id,
+            parent_id: self.parent_id,
+            sampled: self.sampled,
+            state: self.trace_state.clone(),
         }
     }
 
@@ -105,7 +120,7 @@ impl Record {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TokenCounts {
-    /// Tokens of the prompt; of several choices, of each.
+    /// Tokens of the prompt, whatever the number of choices; of several prompts, of all.
     pub prompt: u64,
     /// Of these, tokens that were not computed.
     pub cached: u64,
@@ -162,7 +177,7 @@ pub struct Sampling {
     /// Repetition penalty.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub repetition_penalty: Option<f32>,
-    /// Seed.
+    /// Seed, of those too that named none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
     /// The most tokens of an answer.

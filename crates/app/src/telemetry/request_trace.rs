@@ -1,14 +1,14 @@
 //! One request in the making: what the server holds from the first byte to the last.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use engine::service::Event;
 
 use super::privacy::BodyKeeper;
 use super::record::{ErrorClass, Fault, Record};
 use super::recorder::Recorder;
-use super::timeline::{Stage, Timeline, micros};
+use super::timeline::{Stage, Timeline};
 use super::trace_context::TraceContext;
 
 /// HTTP status in the log for a client that left before its reply was complete.
@@ -30,9 +30,11 @@ pub struct RequestTrace {
 impl RequestTrace {
     /// A request whose first byte has just come.
     pub fn begin(recorder: &Arc<Recorder>, context: &TraceContext, endpoint: &str) -> RequestTrace {
-        let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
-        let mut record = Record::begin(context, endpoint);
-        record.started_us = micros(since_epoch);
+        RequestTrace::of(recorder, Record::begin(context, endpoint))
+    }
+
+    /// The request that has just begun this record.
+    pub fn of(recorder: &Arc<Recorder>, record: Record) -> RequestTrace {
         RequestTrace {
             record,
             timeline: Timeline::begin(Instant::now()),
@@ -40,6 +42,11 @@ impl RequestTrace {
             recorder: recorder.clone(),
             ended: false,
         }
+    }
+
+    /// Each prompt has so many choices.
+    pub fn choices_per_prompt(&mut self, choices: usize) {
+        self.timeline.choices_per_prompt(choices);
     }
 
     /// A stage that began at `from` and ends now.

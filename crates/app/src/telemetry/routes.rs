@@ -17,7 +17,7 @@ use super::recorder::Recorder;
 use super::stats::{Collector, Course, MAX_INTERVALS};
 use super::store::{Filter, Reader, StoreError, now_us};
 use super::when;
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{ApiError, OpenAiError};
 
 /// Records in one answer, if the request doesn't say, and the most that it may say.
 const DEFAULT_LIMIT: usize = 50;
@@ -109,8 +109,8 @@ fn asked(query: AskedQuery) -> Result<Asked, ApiError> {
 /// Requests, the newest first.
 #[utoipa::path(get, path = "/traces", tag = "Server", params(Asked),
     responses((status = 200, description = "`traces`, and `next_before` where the next page begins"),
-              (status = 400, description = "A query that makes no sense"),
-              (status = 404, description = "This server keeps no traces")))]
+              (status = 400, description = "A query that makes no sense", body = OpenAiError),
+              (status = 404, description = "This server keeps no traces", body = OpenAiError)))]
 async fn list(
     State(recorder): State<Arc<Recorder>>,
     query: AskedQuery,
@@ -131,7 +131,7 @@ async fn list(
 #[utoipa::path(get, path = "/traces/{id}", tag = "Server",
     params(("id" = String, Path, description = "A trace id or a span id")),
     responses((status = 200, description = "`requests`"),
-              (status = 404, description = "There is no such trace")))]
+              (status = 404, description = "There is no such trace", body = OpenAiError)))]
 async fn one(
     State(recorder): State<Arc<Recorder>>,
     Path(id): Path<String>,
@@ -150,8 +150,8 @@ async fn one(
 /// says otherwise.
 #[utoipa::path(get, path = "/traces/stats", tag = "Server", params(Asked),
     responses((status = 200, description = "`stats`"),
-              (status = 400, description = "A query that makes no sense"),
-              (status = 404, description = "This server keeps no traces")))]
+              (status = 400, description = "A query that makes no sense", body = OpenAiError),
+              (status = 404, description = "This server keeps no traces", body = OpenAiError)))]
 async fn stats(
     State(recorder): State<Arc<Recorder>>,
     query: AskedQuery,

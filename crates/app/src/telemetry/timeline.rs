@@ -40,12 +40,19 @@ pub struct Timeline {
     origin: Instant,
     stages: Vec<Span>,
     choices: Vec<Choice>,
+    /// How many choices one prompt has.
+    per_prompt: usize,
 }
 
 impl Timeline {
     /// The course of a request whose first byte came at `origin`.
     pub fn begin(origin: Instant) -> Timeline {
-        Timeline { origin, stages: Vec::new(), choices: Vec::new() }
+        Timeline { origin, stages: Vec::new(), choices: Vec::new(), per_prompt: usize::MAX }
+    }
+
+    /// Each prompt has so many choices; all have one unless this says otherwise.
+    pub fn choices_per_prompt(&mut self, choices: usize) {
+        self.per_prompt = choices.max(1);
     }
 
     /// A stage that took from one time to another.
@@ -71,7 +78,7 @@ impl Timeline {
         record.spans = self.stages.clone();
         let whole = self.choices.len() == 1;
         for (index, choice) in self.choices.iter().enumerate() {
-            choice.account(record, self.origin);
+            choice.account(record, self.origin, index % self.per_prompt == 0);
             let spans = choice.spans(self);
             if whole {
                 record.spans.extend(spans);
@@ -177,15 +184,15 @@ impl Choice {
 
     /// Adds this choice to the record. The engine's own account counts where there is one; a
     /// request that was left before it came is counted by what was seen.
-    fn account(&self, record: &mut Record, origin: Instant) {
+    fn account(&self, record: &mut Record, origin: Instant, first: bool) {
         let seen = self.rounds.sum();
         let cached = self.cache.as_ref().map_or(0, |cache| cache.tokens as u64);
         let done = self.done.as_ref();
         let prompt = done.map_or(self.prompt, |done| done.prompt_tokens as u64);
-        if record.tokens.prompt == 0 {
-            // All choices have one prompt, and a reply counts it once.
-            record.tokens.prompt = prompt;
-            record.tokens.cached = done.map_or(cached, |done| done.cached_tokens as u64);
+        if first {
+            // The choices of a prompt count it once, as a reply does.
+            record.tokens.prompt += prompt;
+            record.tokens.cached += done.map_or(cached, |done| done.cached_tokens as u64);
         }
         record.tokens.output += done.map_or(seen.tokens, |done| done.output_tokens as u64);
         record.draft.rounds += done.map_or(seen.count, |done| done.rounds as u64);

@@ -164,6 +164,12 @@ impl TraceContext {
         format!("00-{}-{}-{:02x}", self.trace_id, self.span_id, u8::from(self.sampled))
     }
 
+    /// The trace that a reply names, and the span that answered.
+    pub fn of_reply(headers: &HeaderMap) -> Option<(TraceId, SpanId)> {
+        let (trace, span, _) = traceparent(headers.get(TRACERESPONSE)?.to_str().ok()?)?;
+        Some((trace, span))
+    }
+
     /// Names the trace in a reply.
     pub fn mark(&self, headers: &mut HeaderMap) {
         let value = |text: String| HeaderValue::try_from(text).ok();

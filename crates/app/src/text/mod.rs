@@ -8,6 +8,7 @@ mod fuzz;
 pub mod gguf_vocab;
 pub mod grammar;
 pub mod guard;
+mod least;
 pub mod python_json;
 pub mod reasoning;
 pub mod stop;

@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use super::gguf_vocab::{GgufVocab, tokenizer_json};
 use super::guard::Guarded;
+use super::least::Least;
 
 /// The ids a tokenizer file may use, per token it lists: bounds the tables a hostile file can ask
 /// for.
@@ -49,6 +50,9 @@ pub trait Tok: Send + Sync {
 
     /// What the tokenizer puts before raw text (a BOS id for some families, nothing for Qwen).
     fn raw_prefix(&self) -> &[u32];
+
+    /// A text has at least this many tokens, found at a small part of what it takes to make them.
+    fn at_least(&self, text: &str) -> usize;
 }
 
 /// Why a tokenizer could not be loaded or could not encode a text.
@@ -69,6 +73,7 @@ pub struct Tokenizer {
     added: Vec<(u32, String, bool)>,
     guarded: Vec<char>,
     raw_prefix: Vec<u32>,
+    least: Option<Least>,
 }
 
 impl Tokenizer {
@@ -110,10 +115,11 @@ impl Tokenizer {
         let added = added_tokens(&json).map_err(err)?;
         let bytes = TokenBytes::new(&json, &added).map_err(err)?;
         let guarded = guarded_chars(&added);
+        let least = Least::of(&json, |id| bytes.get(id), bytes.len());
         fill_holes(&mut json, bytes.len());
         let inner = fastokens::Tokenizer::from_json(json).map_err(|e| err(load_error(&e)))?;
         let raw_prefix = raw_prefix(&inner).map_err(|e| err(one_line(&e)))?;
-        Ok(Tokenizer { file: file.to_owned(), inner, bytes, added, guarded, raw_prefix })
+        Ok(Tokenizer { file: file.to_owned(), inner, bytes, added, guarded, raw_prefix, least })
     }
 
     fn encode_error(&self, error: &fastokens::Error) -> TokenizerError {
@@ -167,6 +173,10 @@ impl Tok for Tokenizer {
 
     fn raw_prefix(&self) -> &[u32] {
         &self.raw_prefix
+    }
+
+    fn at_least(&self, text: &str) -> usize {
+        self.least.as_ref().map_or(0, |least| least.tokens(text))
     }
 }
 

@@ -10,7 +10,7 @@ use utoipa::ToSchema;
 use super::request::MessagesRequest;
 use super::stream::MessageWriter;
 use crate::serve::body::Json;
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{AnthropicError, ApiError};
 use crate::serve::exchange::Exchange;
 use crate::serve::generation::{End, FinishReason, Input, Piece, Whole};
 use crate::serve::openai::reply::Timings;
@@ -121,8 +121,8 @@ pub fn signature(thinking: &str) -> String {
 /// Answers a conversation.
 #[utoipa::path(post, path = "/v1/messages", tag = "Anthropic", request_body = MessagesRequest,
     responses((status = 200, description = "The answer; a stream of events if `stream` is true", body = OutMessage),
-              (status = "4XX", description = "The request makes no sense or can't be taken"),
-              (status = "5XX", description = "The server can't answer")))]
+              (status = "4XX", description = "The request makes no sense or can't be taken", body = AnthropicError),
+              (status = "5XX", description = "The server can't answer", body = AnthropicError)))]
 pub async fn messages(
     State(app): State<App>,
     Extension(exchange): Extension<Exchange>,
@@ -182,7 +182,7 @@ pub struct TokenCount {
 /// Counts the tokens of a conversation.
 #[utoipa::path(post, path = "/v1/messages/count_tokens", tag = "Anthropic", request_body = MessagesRequest,
     responses((status = 200, description = "The count", body = TokenCount),
-              (status = "4XX", description = "The request makes no sense")))]
+              (status = "4XX", description = "The request makes no sense", body = AnthropicError)))]
 pub async fn count_tokens(
     State(app): State<App>,
     Extension(exchange): Extension<Exchange>,
@@ -190,7 +190,8 @@ pub async fn count_tokens(
 ) -> Result<axum::Json<TokenCount>, ApiError> {
     let (facts, _) = app.about(request.model.as_deref())?;
     let input = Input::Chat(request.chat()?);
-    let count = move || prepare::prompt(&facts, &input, &exchange).map(|prompt| prompt.ids.len());
+    let count =
+        move || prepare::prompt(&facts, &input, None, &exchange).map(|prompt| prompt.ids.len());
     let input_tokens = aside(count).await?;
     Ok(axum::Json(TokenCount { input_tokens }))
 }

@@ -195,6 +195,7 @@ impl MessagesRequest {
         };
         Ok(Generation {
             input: Input::Chat(self.chat()?),
+            further: Vec::new(),
             choices: 1,
             sampling: sampling.options()?,
             stop: self.stop_sequences.clone().unwrap_or_default(),

@@ -48,7 +48,7 @@ impl MessageWriter {
         MessageWriter {
             message,
             info: answer.model().info.clone(),
-            prompt: answer.prepared.ids.len(),
+            prompt: answer.prompt().ids.len(),
             started: false,
             open: None,
             blocks: 0,

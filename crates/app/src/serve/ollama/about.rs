@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 
 use super::chat::bare;
 use crate::serve::body::{Json, RequestBody};
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{ApiError, OllamaError};
 use crate::serve::model::Facts;
 use crate::serve::state::App;
 
@@ -76,7 +76,7 @@ impl RequestBody for ShowRequest {}
 /// Describes a model.
 #[utoipa::path(post, path = "/api/show", tag = "Ollama", request_body = ShowRequest,
     responses((status = 200, description = "The description"),
-              (status = 404, description = "There is no such model")))]
+              (status = 404, description = "There is no such model", body = OllamaError)))]
 pub async fn show(
     State(app): State<App>,
     Json(request): Json<ShowRequest>,

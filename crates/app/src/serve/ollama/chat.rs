@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 use super::options::{Options, format, reasoning};
 use super::reply::{Kind, LineWriter, Replies, Reply};
 use crate::serve::body::{Json, RequestBody, Unsupported};
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{ApiError, OllamaError};
 use crate::serve::exchange::Exchange;
 use crate::serve::generation::{Chat, Input};
 use crate::serve::openai::messages::tools;
@@ -86,15 +86,15 @@ pub struct OllamaFunction {
 /// Answers a conversation.
 #[utoipa::path(post, path = "/api/chat", tag = "Ollama", request_body = OllamaChatRequest,
     responses((status = 200, description = "The answer; lines of JSON unless `stream` is false", body = Reply),
-              (status = "4XX", description = "The request makes no sense or can't be taken"),
-              (status = "5XX", description = "The server can't answer")))]
+              (status = "4XX", description = "The request makes no sense or can't be taken", body = OllamaError),
+              (status = "5XX", description = "The server can't answer", body = OllamaError)))]
 pub async fn chat(
     State(app): State<App>,
     Extension(exchange): Extension<Exchange>,
     Json(request): Json<OllamaChatRequest>,
 ) -> Result<Response, ApiError> {
     let (served, name) = app.model(bare(request.model.as_deref())).await?;
-    let replies = Replies::new(Kind::Chat, name);
+    let replies = Replies::new(Kind::Chat, name, &served.info);
     let messages = conversation(request.messages.as_deref().unwrap_or_default())?;
     if messages.is_empty() {
         return Ok(axum::Json(replies.loaded()).into_response());

@@ -10,7 +10,7 @@ use super::chat::bare;
 use super::options::{Options, format, reasoning};
 use super::reply::{Kind, LineWriter, Replies, Reply};
 use crate::serve::body::{Json, RequestBody, Unsupported};
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{ApiError, OllamaError};
 use crate::serve::exchange::Exchange;
 use crate::serve::generation::{Chat, Input};
 use crate::serve::state::App;
@@ -53,15 +53,15 @@ impl RequestBody for GenerateRequest {
 /// Continues a text, or answers it.
 #[utoipa::path(post, path = "/api/generate", tag = "Ollama", request_body = GenerateRequest,
     responses((status = 200, description = "The text; lines of JSON unless `stream` is false", body = Reply),
-              (status = "4XX", description = "The request makes no sense or can't be taken"),
-              (status = "5XX", description = "The server can't answer")))]
+              (status = "4XX", description = "The request makes no sense or can't be taken", body = OllamaError),
+              (status = "5XX", description = "The server can't answer", body = OllamaError)))]
 pub async fn generate(
     State(app): State<App>,
     Extension(exchange): Extension<Exchange>,
     Json(request): Json<GenerateRequest>,
 ) -> Result<Response, ApiError> {
     let (served, name) = app.model(bare(request.model.as_deref())).await?;
-    let replies = Replies::new(Kind::Generate, name);
+    let replies = Replies::new(Kind::Generate, name, &served.info);
     let prompt = match &request.prompt {
         Some(prompt) if !prompt.is_empty() => prompt.clone(),
         _ => return Ok(axum::Json(replies.loaded()).into_response()),

@@ -67,6 +67,7 @@ impl Options {
         };
         Ok(Generation {
             input,
+            further: Vec::new(),
             choices: 1,
             sampling: self.sampling()?,
             stop: self.stop.as_ref().map(|stop| stop.0.clone()).unwrap_or_default(),

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use engine::service::ServiceInfo;
 use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -9,6 +10,7 @@ use utoipa::ToSchema;
 
 use crate::serve::api::Api;
 use crate::serve::generation::{Call, End, Output, Piece, Whole};
+use crate::serve::openai::reply::Timings;
 use crate::serve::stream::{Writer, line};
 
 /// A reply, or a piece of one.
@@ -67,6 +69,8 @@ pub struct Figures {
     pub eval_count: usize,
     /// Writing it.
     pub eval_duration: u64,
+    /// The same as with the other APIs.
+    pub timings: Timings,
 }
 
 /// Which of the two kinds.
@@ -83,13 +87,14 @@ pub enum Kind {
 pub struct Replies {
     kind: Kind,
     model: String,
+    info: ServiceInfo,
     begun: Instant,
 }
 
 impl Replies {
     /// Replies to one request.
-    pub fn new(kind: Kind, model: String) -> Replies {
-        Replies { kind, model, begun: Instant::now() }
+    pub fn new(kind: Kind, model: String, info: &ServiceInfo) -> Replies {
+        Replies { kind, model, info: info.clone(), begun: Instant::now() }
     }
 
     /// A piece, or all of it.
@@ -125,6 +130,7 @@ impl Replies {
             prompt_eval_duration: nanos(done.prefill),
             eval_count: done.output_tokens,
             eval_duration: nanos(done.decode),
+            timings: Timings::of(done, &self.info),
         };
         let done_reason = match end.finish.openai() {
             "length" => "length",

@@ -15,7 +15,7 @@ use super::messages::{ChatMessage, conversation, tool_choice, tools};
 use super::options::{generating_request, time_limit, token_limit};
 use super::reply::{ChatLogprobs, Timings, Usage};
 use crate::serve::body::{Json, RequestBody, Unsupported};
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{ApiError, OpenAiError};
 use crate::serve::exchange::Exchange;
 use crate::serve::generation::{Call, Chat, Generation, Input, Limits, Reasoning, Whole};
 use crate::serve::ids;
@@ -122,6 +122,7 @@ impl ChatRequest {
         };
         Ok(Generation {
             input: Input::Chat(chat),
+            further: Vec::new(),
             choices: self.n.unwrap_or(1) as usize,
             sampling: self.sampling()?,
             stop: self.stop.as_ref().map(|stop| stop.0.clone()).unwrap_or_default(),
@@ -266,8 +267,8 @@ pub struct ReplyFunction {
 /// Answers a conversation.
 #[utoipa::path(post, path = "/v1/chat/completions", tag = "OpenAI", request_body = ChatRequest,
     responses((status = 200, description = "The answer; a stream of chunks if `stream` is true", body = ChatCompletion),
-              (status = "4XX", description = "The request makes no sense or can't be taken"),
-              (status = "5XX", description = "The server can't answer")))]
+              (status = "4XX", description = "The request makes no sense or can't be taken", body = OpenAiError),
+              (status = "5XX", description = "The server can't answer", body = OpenAiError)))]
 pub async fn chat_completions(
     State(app): State<App>,
     Extension(exchange): Extension<Exchange>,
@@ -300,7 +301,7 @@ fn completion(
     logprobs: bool,
     seed: u64,
 ) -> ChatCompletion {
-    let usage = Usage::of(choices.iter().map(|choice| &choice.end));
+    let usage = Usage::of(choices.iter().map(|choice| &choice.end), choices.len());
     let timings = Timings::of(&choices[0].end.done, &served.info);
     ChatCompletion {
         id: ids::fresh("chatcmpl-"),

@@ -1,5 +1,6 @@
 //! Chat completions, streamed.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -26,7 +27,7 @@ pub struct ChatWriter {
     progress: bool,
     logprobs: bool,
     begun: Instant,
-    ends: Vec<End>,
+    ends: BTreeMap<usize, End>,
 }
 
 impl ChatWriter {
@@ -48,7 +49,7 @@ impl ChatWriter {
             progress,
             logprobs,
             begun: Instant::now(),
-            ends: Vec::new(),
+            ends: BTreeMap::new(),
         }
     }
 
@@ -123,7 +124,7 @@ impl Writer for ChatWriter {
             Output::Delta { choice, delta } => self.delta(choice, delta, out),
             Output::End { choice, end } => {
                 self.choice(choice, ChunkDelta::default(), Some(&end), out);
-                self.ends.push(end);
+                self.ends.insert(choice, end);
             }
             Output::Failed(error) => data(&error.body(Api::OpenAi), out),
         }
@@ -131,8 +132,11 @@ impl Writer for ChatWriter {
 
     fn finish(&mut self, out: &mut String) {
         if self.include_usage {
-            let usage = Some(Usage::of(&self.ends));
-            data(&Chunk { usage, ..self.chunk() }, out);
+            let usage = Some(Usage::of(self.ends.values(), self.choices));
+            // Those of the first choice, as in a whole reply.
+            let first = self.ends.values().next();
+            let timings = first.map(|end| Timings::of(&end.done, &self.served.info));
+            data(&Chunk { usage, timings, ..self.chunk() }, out);
         }
         out.push_str("data: [DONE]\n\n");
     }

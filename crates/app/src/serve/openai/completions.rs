@@ -13,24 +13,26 @@ use super::chat::{UNSUPPORTED, cache_policy};
 use super::format::{FormatOption, response_format};
 use super::options::{generating_request, time_limit, token_limit};
 use super::reply::{Timings, Usage};
-use crate::serve::answer::Answer;
 use crate::serve::api::Api;
 use crate::serve::body::{Json, RequestBody, Unsupported};
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{ApiError, OpenAiError};
 use crate::serve::exchange::Exchange;
 use crate::serve::generation::{End, Generation, Input, Limits, Output, TokenLogprob, Whole};
 use crate::serve::ids;
 use crate::serve::model::Served;
 use crate::serve::state::App;
 use crate::serve::stream::{self, Writer, data};
+use crate::text::detokenize::decode;
 
 generating_request! {
     /// A request for a completion.
     pub struct CompletionRequest {
         /// The model; the one that is served if absent.
         pub model: Option<String>,
-        /// A text, token ids, or a list with one of them.
+        /// A text, token ids, or a list of either. The answers to each come in order, `n` of them.
         pub prompt: Option<Prompt>,
+        /// Whether the prompt's text comes before the answer's.
+        pub echo: Option<bool>,
         /// The most tokens. Default: until the model stops or the context is full.
         pub max_tokens: Option<i64>,
         /// How many of the likeliest tokens come with each; 0 gives the tokens alone.
@@ -48,45 +50,31 @@ pub enum Prompt {
     Text(String),
     /// Token ids.
     Tokens(Vec<u32>),
-    /// Texts, of which there may be one.
+    /// Texts.
     Texts(Vec<String>),
-    /// Lists of token ids, of which there may be one.
+    /// Lists of token ids.
     TokenLists(Vec<Vec<u32>>),
 }
 
 impl Prompt {
-    fn input(&self) -> Result<Input, ApiError> {
+    fn inputs(&self) -> Vec<Input> {
         match self {
-            Prompt::Text(text) => Ok(Input::Text(text.clone())),
-            Prompt::Tokens(ids) => Ok(Input::Tokens(ids.clone())),
-            Prompt::Texts(texts) => match texts.as_slice() {
-                [text] => Ok(Input::Text(text.clone())),
-                _ => Err(several(texts.len())),
-            },
-            Prompt::TokenLists(lists) => match lists.as_slice() {
-                [ids] => Ok(Input::Tokens(ids.clone())),
-                _ => Err(several(lists.len())),
-            },
+            Prompt::Text(text) => vec![Input::Text(text.clone())],
+            Prompt::Tokens(ids) => vec![Input::Tokens(ids.clone())],
+            Prompt::Texts(texts) => texts.iter().cloned().map(Input::Text).collect(),
+            Prompt::TokenLists(lists) => lists.iter().cloned().map(Input::Tokens).collect(),
         }
     }
 }
 
-fn several(count: usize) -> ApiError {
-    let what = format!("{count} prompts were given; send each in a request of its own");
-    ApiError::unsupported("prompt", what)
-}
-
 impl RequestBody for CompletionRequest {
     const UNSUPPORTED: Unsupported = &{
-        let own = [("suffix", "\"\""), ("echo", "false")];
-        let mut all = [("", "null"); UNSUPPORTED.len() + 2];
+        let mut all = [("suffix", "\"\""); UNSUPPORTED.len() + 1];
         let mut i = 0;
         while i < UNSUPPORTED.len() {
             all[i] = UNSUPPORTED[i];
             i += 1;
         }
-        all[i] = own[0];
-        all[i + 1] = own[1];
         all
     };
 }
@@ -97,10 +85,16 @@ impl CompletionRequest {
     /// # Errors
     /// If it makes no sense.
     pub fn generation(&self) -> Result<Generation, ApiError> {
-        let prompt = self.prompt.as_ref();
-        let prompt = prompt.ok_or_else(|| ApiError::invalid("prompt", "the prompt is missing"))?;
+        if self.echo == Some(true) && self.logprobs.is_some() {
+            let what =
+                "the log-probabilities of a prompt are not known: leave out echo or logprobs";
+            return Err(ApiError::unsupported("echo", what));
+        }
+        let mut inputs = self.prompt.iter().flat_map(Prompt::inputs);
+        let missing = || ApiError::invalid("prompt", "the prompt is missing");
         Ok(Generation {
-            input: prompt.input()?,
+            input: inputs.next().ok_or_else(missing)?,
+            further: inputs.collect(),
             choices: self.n.unwrap_or(1) as usize,
             sampling: self.sampling()?,
             stop: self.stop.as_ref().map(|stop| stop.0.clone()).unwrap_or_default(),
@@ -192,8 +186,8 @@ impl CompletionLogprobs {
 /// Continues a text.
 #[utoipa::path(post, path = "/v1/completions", tag = "OpenAI", request_body = CompletionRequest,
     responses((status = 200, description = "The text; a stream of chunks if `stream` is true", body = Completion),
-              (status = "4XX", description = "The request makes no sense or can't be taken"),
-              (status = "5XX", description = "The server can't answer")))]
+              (status = "4XX", description = "The request makes no sense or can't be taken", body = OpenAiError),
+              (status = "5XX", description = "The server can't answer", body = OpenAiError)))]
 pub async fn completions(
     State(app): State<App>,
     Extension(exchange): Extension<Exchange>,
@@ -202,21 +196,33 @@ pub async fn completions(
     let (served, name) = app.model(request.model.as_deref()).await?;
     exchange.session(request.prompt_cache_key.as_deref().or(request.user.as_deref()));
     let generation = request.generation()?;
-    let logprobs = generation.logprobs.is_some();
+    let (logprobs, per_prompt) = (generation.logprobs.is_some(), generation.choices);
+    let echoes = match request.echo {
+        Some(true) => echoes(&served, &generation),
+        _ => Vec::new(),
+    };
     let streams = request.stream == Some(true);
     let answer = app.begin(&exchange, &served, generation, streams).await?;
     if streams {
         let options = request.stream_options.as_ref();
-        let include_usage = options.is_some_and(|options| options.include_usage == Some(true));
-        let writer = CompletionWriter::new(name, &answer, include_usage, logprobs);
+        let writer = CompletionWriter {
+            blank: empty(name),
+            served: Arc::clone(answer.model()),
+            include_usage: options.is_some_and(|options| options.include_usage == Some(true)),
+            logprobs,
+            per_prompt,
+            echoes,
+            offsets: vec![0; answer.choices()],
+            ends: BTreeMap::new(),
+        };
         return Ok(stream::respond(answer, writer, app.options.keep_alive));
     }
     let choices = answer.whole().await?;
-    let usage = Usage::of(choices.iter().map(|choice| &choice.end));
+    let usage = Usage::of(choices.iter().map(|choice| &choice.end), per_prompt);
     let timings = Timings::of(&choices[0].end.done, &served.info);
     let choice = |(index, whole): (usize, Whole)| CompletionChoice {
         index,
-        text: whole.delta.text(),
+        text: echoes.get(index / per_prompt).cloned().unwrap_or_default() + &whole.delta.text(),
         logprobs: logprobs.then(|| CompletionLogprobs::of(whole.delta.logprobs, &mut 0)),
         finish_reason: Some(whole.end.finish.openai()),
     };
@@ -227,6 +233,20 @@ pub async fn completions(
         ..empty(name)
     };
     Ok(axum::Json(reply).into_response())
+}
+
+/// The texts of the prompts.
+fn echoes(served: &Served, generation: &Generation) -> Vec<String> {
+    let text = |input: &Input| match input {
+        Input::Text(text) => text.clone(),
+        // A model without a tokenizer has no text.
+        Input::Tokens(ids) => {
+            let text = served.text.as_ref();
+            text.map(|text| decode(text.tok(), ids, true)).unwrap_or_default()
+        }
+        Input::Chat(_) => String::new(),
+    };
+    generation.inputs().map(text).collect()
 }
 
 fn empty(model: String) -> Completion {
@@ -248,35 +268,31 @@ struct CompletionWriter {
     served: Arc<Served>,
     include_usage: bool,
     logprobs: bool,
+    /// How many choices a prompt has.
+    per_prompt: usize,
+    /// Texts that come before the answers to each prompt; empty if none do.
+    echoes: Vec<String>,
     /// Characters of each choice so far.
     offsets: Vec<usize>,
-    ends: Vec<End>,
+    ends: BTreeMap<usize, End>,
 }
 
 impl CompletionWriter {
-    fn new(
-        model: String,
-        answer: &Answer,
-        include_usage: bool,
-        logprobs: bool,
-    ) -> CompletionWriter {
-        CompletionWriter {
-            blank: empty(model),
-            served: Arc::clone(answer.model()),
-            include_usage,
-            logprobs,
-            offsets: vec![0; answer.choices()],
-            ends: Vec::new(),
-        }
-    }
-
     fn choice(&self, choice: CompletionChoice, timings: Option<Timings>, out: &mut String) {
         data(&Completion { choices: vec![choice], timings, ..self.blank.clone() }, out);
     }
 }
 
 impl Writer for CompletionWriter {
-    fn begin(&mut self, _out: &mut String) {}
+    fn begin(&mut self, out: &mut String) {
+        for (prompt, text) in std::mem::take(&mut self.echoes).into_iter().enumerate() {
+            for index in prompt * self.per_prompt..(prompt + 1) * self.per_prompt {
+                let text = text.clone();
+                let choice = CompletionChoice { index, text, logprobs: None, finish_reason: None };
+                self.choice(choice, None, out);
+            }
+        }
+    }
 
     fn output(&mut self, output: Output, out: &mut String) {
         match output {
@@ -293,7 +309,7 @@ impl Writer for CompletionWriter {
                 let choice =
                     CompletionChoice { index, text: String::new(), logprobs: None, finish_reason };
                 self.choice(choice, Some(Timings::of(&end.done, &self.served.info)), out);
-                self.ends.push(end);
+                self.ends.insert(index, end);
             }
             Output::Failed(error) => data(&error.body(Api::OpenAi), out),
         }
@@ -301,8 +317,11 @@ impl Writer for CompletionWriter {
 
     fn finish(&mut self, out: &mut String) {
         if self.include_usage {
-            let usage = Some(Usage::of(&self.ends));
-            data(&Completion { usage, ..self.blank.clone() }, out);
+            let usage = Some(Usage::of(self.ends.values(), self.per_prompt));
+            // Those of the first choice, as in a whole reply.
+            let first = self.ends.values().next();
+            let timings = first.map(|end| Timings::of(&end.done, &self.served.info));
+            data(&Completion { usage, timings, ..self.blank.clone() }, out);
         }
         out.push_str("data: [DONE]\n\n");
     }

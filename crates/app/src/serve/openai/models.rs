@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::serve::errors::ApiError;
+use crate::serve::errors::{ApiError, OpenAiError};
 use crate::serve::model::Facts;
 use crate::serve::state::{App, Server};
 
@@ -95,7 +95,7 @@ pub async fn list_models(State(app): State<App>) -> Result<Json<ModelList>, ApiE
 #[utoipa::path(get, path = "/v1/models/{model}", tag = "OpenAI",
     params(("model" = String, Path, description = "Its name")),
     responses((status = 200, description = "The model", body = Model),
-              (status = 404, description = "There is no such model")))]
+              (status = 404, description = "There is no such model", body = OpenAiError)))]
 pub async fn show_model(
     State(app): State<App>,
     Path(asked): Path<String>,

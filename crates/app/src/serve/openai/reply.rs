@@ -42,15 +42,14 @@ pub struct CompletionDetails {
 }
 
 impl Usage {
-    /// The usage of a request by the ends of its choices.
-    pub fn of<'a>(ends: impl IntoIterator<Item = &'a End>) -> Usage {
+    /// The usage of a request by the ends of its choices, in their order, so many for each prompt.
+    pub fn of<'a>(ends: impl IntoIterator<Item = &'a End>, choices: usize) -> Usage {
         let mut usage = Usage::default();
-        for End { done, reasoning_tokens, .. } in ends {
-            // All choices have one prompt, which is counted once; the first one's cache is what the
-            // request found.
-            if usage.prompt_tokens == 0 {
-                usage.prompt_tokens = done.prompt_tokens;
-                usage.prompt_tokens_details.cached_tokens = done.cached_tokens;
+        for (index, End { done, reasoning_tokens, .. }) in ends.into_iter().enumerate() {
+            // Choices of one prompt count it once; the first one's cache is what the request found.
+            if index % choices.max(1) == 0 {
+                usage.prompt_tokens += done.prompt_tokens;
+                usage.prompt_tokens_details.cached_tokens += done.cached_tokens;
             }
             usage.completion_tokens += done.output_tokens;
             let details = &mut usage.completion_tokens_details;

@@ -4,7 +4,7 @@ use axum::http::StatusCode;
 use engine::service::Finish;
 use serde_json::{Value, json};
 
-use super::rig::{EOS, Rig, TOK, chat, ids, says, stable};
+use super::rig::{EOS, Rig, TOK, chat, ids, says, says_in, stable};
 use super::scripted::Act;
 use crate::text::detokenize::decode;
 
@@ -72,6 +72,127 @@ async fn what_looks_like_a_call_is_text_without_tools() {
     // Tools stay in the prompt, so that the cache does.
     let prompt = decode(&**TOK, &rig.engine.seen().requests[1].prompt, true);
     assert!(prompt.contains("weather"));
+}
+
+/// TC-06: what the model only thinks of is no call.
+#[tokio::test]
+async fn a_call_in_thoughts_is_none() {
+    let said = format!("I could write {}\n</think>\n\nNo need.", &CALLS["</think>\n\n".len()..]);
+    for size in [1, 3, 1000] {
+        let said = said.clone();
+        let rig = Rig::acting(move |_| says_in(&said, size));
+        let whole = rig.chat(&json!({"tools": weather()})).await.json();
+        let choice = &whole["choices"][0];
+        assert_eq!(
+            (&choice["finish_reason"], &choice["message"]["content"]),
+            (&json!("stop"), &json!("No need."))
+        );
+        assert!(choice["message"].get("tool_calls").is_none());
+        assert!(choice["message"]["reasoning_content"].as_str().unwrap().contains("<tool_call>"));
+        let streamed = rig.chat(&json!({"tools": weather(), "stream": true})).await;
+        assert!(!streamed.text.contains("\"tool_calls\""), "{}", streamed.text);
+        let thinking = json!({"type": "enabled", "budget_tokens": 1024});
+        let tools = json!([{"name": "weather", "input_schema": {"type": "object"}}]);
+        let body = chat(&json!({"tools": tools, "thinking": thinking, "max_tokens": 2000}));
+        let message = rig.post("/v1/messages", &body).await.json();
+        assert_eq!(message["stop_reason"], "end_turn", "{message}");
+        assert_eq!(message["content"].as_array().unwrap().len(), 2);
+    }
+}
+
+/// TC-09, ST-12, CT-06: a call ends as one, once, however it arrives; without thinking too.
+#[tokio::test]
+async fn calls_end_as_calls() {
+    for (said, thinks) in [(CALLS, true), (&CALLS["</think>\n\n".len()..], false)] {
+        for size in [1, 3, 1000] {
+            let rig = Rig::acting(move |_| says_in(said, size));
+            let fields =
+                json!({"tools": weather(), "enable_thinking": thinks, "n": 2, "stream": false});
+            let whole = rig.chat(&fields).await.json();
+            let mut fields = fields;
+            fields["stream"] = true.into();
+            let streamed = rig.chat(&fields).await;
+            assert!(!streamed.text.contains("reasoning_content"));
+            for index in 0..2 {
+                let choice = &whole["choices"][index];
+                assert_eq!(choice["finish_reason"], "tool_calls");
+                assert_eq!(choice["message"]["content"], "I will look.");
+                assert_eq!(choice["message"]["tool_calls"].as_array().unwrap().len(), 2);
+                let ends: Vec<Value> = streamed
+                    .events()
+                    .iter()
+                    .map(|event| &event["choices"][0])
+                    .filter(|choice| choice["index"] == index && !choice["finish_reason"].is_null())
+                    .map(|choice| choice["finish_reason"].clone())
+                    .collect();
+                assert_eq!(ends, ["tool_calls"]);
+            }
+        }
+    }
+}
+
+/// SA-05, SA-10, SA-12: one option means the same on every endpoint, and so does none.
+#[tokio::test]
+async fn every_endpoint_samples_alike() {
+    let rig = Rig::saying("</think>ok");
+    let options = json!({"temperature": 0.5, "top_k": 7, "seed": 42});
+    let penalties = json!({"presence_penalty": 1.5, "frequency_penalty": 0.5, "repeat_penalty": 1.25, "min_p": 0.125});
+    let with = |body: Value, fields: &[&Value]| {
+        let mut body = body;
+        for (name, value) in fields.iter().flat_map(|fields| fields.as_object().unwrap()) {
+            body[name] = value.clone();
+        }
+        body
+    };
+    let inner = with(json!({}), &[&options, &penalties]);
+    let no_seed = json!({"temperature": 0.5, "top_k": 7});
+    let cases = [
+        (
+            "/v1/chat/completions",
+            with(chat(&json!({})), &[&options, &penalties]),
+            chat(&json!({})),
+            true,
+        ),
+        (
+            "/v1/completions",
+            with(json!({"prompt": "x"}), &[&options, &penalties]),
+            json!({"prompt": "x"}),
+            true,
+        ),
+        ("/api/chat", chat(&json!({"options": inner})), chat(&json!({})), true),
+        ("/api/generate", json!({"prompt": "x", "options": inner}), json!({"prompt": "x"}), true),
+        ("/v1/responses", with(json!({"input": "x"}), &[&options]), json!({"input": "x"}), false),
+        (
+            "/v1/messages",
+            with(chat(&json!({"max_tokens": 9})), &[&no_seed]),
+            chat(&json!({"max_tokens": 9})),
+            false,
+        ),
+    ];
+    for (path, given, none, penalised) in cases {
+        let reply = rig.post(path, &given).await;
+        assert_eq!((reply.status, reply.header("x-th-ignored")), (StatusCode::OK, ""), "{path}");
+        let sampler = rig.engine.seen().requests.pop().unwrap().sampler;
+        assert_eq!((sampler.temperature, sampler.top_k), (0.5, 7), "{path}");
+        assert_eq!(sampler.seeded, path != "/v1/messages", "{path}");
+        if sampler.seeded {
+            assert_eq!(sampler.seed, 42, "{path}");
+        }
+        if penalised {
+            let penalties = (sampler.presence_penalty, sampler.frequency_penalty);
+            assert_eq!(penalties, (1.5, 0.5), "{path}");
+            assert_eq!((sampler.repetition_penalty, sampler.min_p), (1.25, 0.125), "{path}");
+        }
+        // Without options it is the model's own defaults.
+        assert_eq!(rig.post(path, &none).await.status, StatusCode::OK, "{path}");
+        let sampler = rig.engine.seen().requests.pop().unwrap().sampler;
+        assert_eq!(
+            (sampler.temperature, sampler.top_k, sampler.seeded),
+            (0.6, 20, false),
+            "{path}"
+        );
+        assert_eq!((sampler.presence_penalty, sampler.repetition_penalty), (0.0, 1.0), "{path}");
+    }
 }
 
 #[tokio::test]
@@ -286,6 +407,9 @@ async fn conversations_in_many_shapes() {
         json!([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]),
         json!([{"role": "system", "content": "a"}, {"role": "user", "content": "b"},
                {"role": "system", "content": "c"}, {"role": "user", "content": "d"}]),
+        json!([{"role": "system", "content": "a"}, {"role": "system", "content": "b"},
+               {"role": "user", "content": "c"}]),
+        json!([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]),
         json!([{"role": "user", "content": "a"}, {"role": "assistant", "refusal": "no"}]),
         call(json!("{\"a\": 1}")),
         call(json!("")),

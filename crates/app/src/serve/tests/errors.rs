@@ -104,15 +104,27 @@ async fn prompts_that_are_too_long() {
         message.starts_with("prompt is too long: ") && message.ends_with(" tokens > 1000 maximum"),
         "{message}"
     );
+    // What is far too long is refused before it is tokenised, with what is certain.
+    let far = "secret ".repeat(40_000);
+    let fields = json!({"prompt": far, "messages": [{"role": "user", "content": far}]});
+    refused(&rig, &fields, 400, "context_length_exceeded", "the prompt has at least ").await;
+    let reply = rig.post("/v1/messages", &any(&fields)).await.json();
+    let message = reply["error"]["message"].as_str().unwrap();
+    assert!(message.starts_with("prompt is too long: "), "{message}");
     assert!(rig.engine.seen().requests.is_empty());
+    // Whoever wants a count gets the right one.
+    let count = rig.post("/v1/messages/count_tokens", &any(&fields)).await.json();
+    assert!(count["input_tokens"].as_u64().unwrap() > 40_000, "{count}");
 }
 
 #[tokio::test]
 async fn engines_that_can_not() {
-    let busy = || Refusal::Busy { waiting: 16, retry_after: Duration::from_secs(7) };
+    let busy = || Refusal::Busy { waiting: 16, retry_after: Duration::from_nanos(6_000_000_123) };
     let rig = Rig::new(Scripted::new(move |_, _| Err(busy())));
     refused(&rig, &json!({}), 429, "queue_full", "16 requests wait already").await;
-    assert_eq!(rig.chat(&json!({})).await.header("retry-after"), "7");
+    let reply = rig.chat(&json!({})).await;
+    assert_eq!(reply.header("retry-after"), "7");
+    assert!(reply.text.contains("try again in 7 s\""), "{}", reply.text);
     let rig = Rig::new(Scripted::new(|_, _| Err(Refusal::Unavailable("gone".into()))));
     refused(&rig, &json!({}), 503, "engine_unavailable", "gone").await;
     let rig = Rig::acting(|_| vec![Act::Fail]);
@@ -217,9 +229,8 @@ async fn what_is_not_supported_is_refused_by_name() {
         json!({"functions": [], "audio": null, "mirostat": 0, "typical_p": 1.0, "best_of": 1});
     assert_eq!(rig.chat(&neutral).await.status, StatusCode::OK);
     for (path, fields) in [
-        ("/v1/completions", json!({"prompt": ["a", "b"]})),
         ("/v1/completions", json!({"prompt": "a", "suffix": "b"})),
-        ("/v1/completions", json!({"prompt": "a", "echo": true})),
+        ("/v1/completions", json!({"prompt": "a", "echo": true, "logprobs": 1})),
         ("/v1/messages", chat(&json!({"tools": [{"type": "web_search_20250305", "name": "w"}]}))),
         ("/v1/messages", chat(&json!({"mcp_servers": [{"url": "x"}]}))),
         ("/api/chat", chat(&json!({"options": {"mirostat": 1}}))),
@@ -255,6 +266,7 @@ async fn bodies_and_paths_that_are_wrong() {
             "",
             "{",
             "[]",
+            "[null, [], null, null, null, null]",
             "null",
             "5",
             "\"x\"",
@@ -295,6 +307,31 @@ async fn bodies_and_paths_that_are_wrong() {
             (404, "route_not_found")
         );
     }
+}
+
+#[tokio::test]
+async fn a_list_is_no_object() {
+    let rig = Rig::saying("ok");
+    for (path, body, param) in [
+        ("/v1/chat/completions", chat(&json!({"stream_options": [true, null]})), "stream_options"),
+        ("/v1/chat/completions", json!({"messages": [["user", "Hi"]]}), "messages[0]"),
+        (
+            "/v1/responses",
+            json!({"input": "Hi", "reasoning": ["none", null, null, null]}),
+            "reasoning",
+        ),
+        ("/v1/responses", json!({"input": "Hi", "text": [null, null]}), "text"),
+    ] {
+        let reply = rig.post(path, &body).await;
+        assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{body}");
+        let error = &reply.json()["error"];
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("a list, where an object is expected"), "{message}");
+        assert_eq!(error["param"], param);
+    }
+    let reply = rig.post("/tokenize", &json!(["a", false, false, false])).await;
+    assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+    assert!(reply.text.contains("a list, where an object is expected"), "{}", reply.text);
 }
 
 #[tokio::test]

@@ -20,6 +20,9 @@ fn keys(keys: &[&str]) -> Security {
 
 async fn ask(rig: &Rig, method: Method, path: &str, headers: &[(&str, &str)]) -> (u16, String) {
     let mut request = Request::builder().method(method).uri(path);
+    if !headers.iter().any(|(name, _)| *name == "host") {
+        request = request.header("host", "localhost");
+    }
     for (name, value) in headers {
         request = request.header(*name, *value);
     }
@@ -111,6 +114,22 @@ async fn foreign_hosts_are_refused() {
     let named = rig(Security { hosts: vec!["box.lan".into()], ..Security::default() });
     assert_eq!(ask(&named, Method::GET, "/v1/models", &[("host", "Box.lan:80")]).await.0, 200);
     assert_eq!(ask(&named, Method::GET, "/v1/models", &[("host", "evil")]).await.0, 403);
+}
+
+#[tokio::test]
+async fn a_request_without_a_host_is_told_so() {
+    for rig in [rig(Security::default()), rig(keys(&["secret"]))] {
+        for path in ["/v1/chat/completions", "/v1/messages", "/api/chat", "/health"] {
+            let request = Request::builder().method(Method::POST).uri(path);
+            let reply = rig.read(request.body(Body::empty()).unwrap()).await;
+            assert_eq!(reply.status, StatusCode::BAD_REQUEST, "{path}");
+            assert!(reply.text.contains("no Host header"), "{}", reply.text);
+            assert!(reply.text.contains("host_missing"), "{}", reply.text);
+        }
+    }
+    // HTTP/2 has it in its target.
+    let request = Request::builder().uri("http://localhost/health").body(Body::empty()).unwrap();
+    assert_eq!(rig(Security::default()).read(request).await.status, StatusCode::OK);
 }
 
 #[tokio::test]

@@ -239,6 +239,83 @@ async fn a_failure_in_the_middle_is_no_success() {
 }
 
 #[tokio::test]
+async fn what_is_cut_short_by_a_stop_says_so() {
+    let bodies = || {
+        let all = ENDPOINTS.iter().map(|e| (e.path, (e.body)(None, true), (e.body)(None, false)));
+        let responses = |stream| json!({"input": "Hi", "stream": stream});
+        all.chain([("/v1/responses", responses(true), responses(false))])
+    };
+    for (path, streamed, whole) in bodies() {
+        let rig = Rig::acting(|_| vec![Act::Round(ids("one")), Act::Hang]);
+        let stop = async {
+            eventually(|| rig.engine.seen().requests.len() == 2).await;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            rig.app.lifecycle.drain();
+            rig.app.lifecycle.cut();
+        };
+        let (streamed, whole, ()) =
+            tokio::join!(rig.post(path, &streamed), rig.post(path, &whole), stop);
+        assert_eq!((whole.status.as_u16(), whole.header("retry-after")), (503, "10"), "{path}");
+        assert!(whole.text.contains("server_stopped"), "{path} {}", whole.text);
+        let form = match path {
+            "/v1/messages" => "event: error\ndata: {\"type\":\"error\"",
+            "/v1/responses" => "event: response.failed\n",
+            "/api/chat" | "/api/generate" => "\n{\"error\":",
+            _ => "data: {\"error\":",
+        };
+        let text = streamed.text;
+        assert!(text.contains(form) && text.contains("server_stopped"), "{path} {text}");
+        for success in ["[DONE]", "message_stop", "response.completed", "\"done\":true"] {
+            assert!(!text.contains(success), "{path} {success}");
+        }
+        eventually(|| rig.engine.seen().cancelled.len() == 2).await;
+    }
+    // A request that has not even arrived is told so too.
+    let rig = Rig::saying("ok");
+    let never = futures_util::stream::pending::<Result<String, std::io::Error>>();
+    let body = axum::body::Body::from_stream(never);
+    let upload = super::rig::request(axum::http::Method::POST, "/v1/messages", body);
+    let (reply, ()) = tokio::join!(rig.read(upload), async {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        rig.app.lifecycle.cut();
+    });
+    assert_eq!((reply.status.as_u16(), reply.json()["type"].clone()), (503, json!("error")));
+}
+
+#[tokio::test]
+async fn the_last_piece_has_the_times() {
+    let rig = Rig::saying("</think>ok");
+    let mut streams: Vec<(&str, Value)> =
+        ENDPOINTS.iter().map(|endpoint| (endpoint.path, (endpoint.body)(None, true))).collect();
+    streams.push(("/v1/responses", json!({"input": "Hi", "stream": true})));
+    for (path, body) in &streams[..2] {
+        let mut with_usage = body.clone();
+        with_usage["stream_options"] = json!({"include_usage": true});
+        let events = rig.post(path, &with_usage).await.events();
+        // The chunk that ends the choice has them, and the one with the usage, which is the last.
+        for event in &events[events.len() - 2..] {
+            assert!(event["timings"]["predicted_per_second"].is_number(), "{path} {event}");
+        }
+    }
+    for (path, body) in streams {
+        let reply = rig.post(path, &body).await;
+        let last: Value = match path.starts_with("/api") {
+            true => serde_json::from_str(reply.text.lines().last().unwrap()).unwrap(),
+            false => {
+                let mut events = reply.events();
+                events.retain(|event| event["type"] != "message_stop");
+                events.pop().unwrap()
+            }
+        };
+        let timings = [&last["timings"], &last["response"]["timings"]];
+        assert!(
+            timings.iter().any(|t| t["predicted_n"].is_u64() && t["queue_ms"].is_f64()),
+            "{path} {last}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn a_silent_engine_keeps_the_connection() {
     let acts = |_| {
         vec![

@@ -3,5 +3,6 @@
 pub mod compose;
 pub mod handlers;
 pub mod items;
+pub mod reply;
 pub mod request;
 pub mod stream;

@@ -155,6 +155,7 @@ impl ResponseRequest {
         let format = self.text.as_ref().and_then(|text| text.format.as_ref());
         let generation = Generation {
             input: Input::Chat(chat),
+            further: Vec::new(),
             choices: 1,
             sampling: self.sampling().options()?,
             stop: Vec::new(),

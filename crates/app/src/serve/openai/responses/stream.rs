@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::compose::{Composer, Event};
 use super::handlers::Frame;
+use super::reply::status;
 use crate::serve::generation::{End, Output};
 use crate::serve::stream::{Writer, event};
 
@@ -37,7 +38,7 @@ impl ResponseWriter {
 
 impl Writer for ResponseWriter {
     fn begin(&mut self, out: &mut String) {
-        let response = json!({"response": self.frame.begun()});
+        let response = json!({"response": self.frame.reply()});
         self.event("response.created", response.clone(), out);
         self.event("response.in_progress", response, out);
     }
@@ -52,7 +53,7 @@ impl Writer for ResponseWriter {
             }
             Output::End { end, .. } => self.end = Some(end),
             Output::Failed(error) => {
-                let reply = self.frame.failed(&error);
+                let reply = self.frame.reply().failed(&error);
                 let fields = json!({
                     "code": error.code, "message": error.message, "param": error.param,
                 });
@@ -65,11 +66,11 @@ impl Writer for ResponseWriter {
     fn finish(&mut self, out: &mut String) {
         let Some(end) = self.end.take() else { return };
         let mut events = Vec::new();
-        let status = Frame::status(&end);
-        let output = self.composer.finish(status, &mut events);
+        let ended = status(&end);
+        let output = self.composer.finish(ended, &mut events);
         self.events(events, out);
         let reply = self.frame.complete(output, &end);
-        let kind = match status {
+        let kind = match ended {
             "incomplete" => "response.incomplete",
             _ => "response.completed",
         };
