@@ -193,7 +193,7 @@ fn scripted() -> anyhow::Result<()> {
             let lifecycle = Lifecycle::ready(served()?);
             let app = Server::new(Options::default(), Security::default(), lifecycle, recorder);
             let (head, drain) = (Duration::from_secs(10), Duration::ZERO);
-            listen::serve(listener, router(app), head, std::future::pending(), drain).await;
+            listen::serve(listener, router(app), head, std::future::pending(), drain, || ()).await;
             Ok(())
         })
     });
