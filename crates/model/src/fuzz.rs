@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
+use proptest::test_runner::{Config, RngSeed, TestCaseError, TestError, TestRunner};
 use serde_json::{Value, json};
 
 use crate::files::{Bytes, Checkpoint, gguf, safetensors};
@@ -28,7 +28,9 @@ const DEFAULT_CASES: u32 = 300;
 fn run<S: Strategy>(strategy: S, check: impl Fn(S::Value) -> Result<(), TestCaseError>) {
     #[expect(clippy::disallowed_methods, reason = "tests only: how long to fuzz")]
     let seconds = std::env::var("TH_FUZZ_SECONDS").ok().and_then(|s| s.parse().ok());
-    let config = |cases| Config { cases, failure_persistence: None, ..Config::default() };
+    // Other cases every time, whatever the environment says.
+    let rng_seed = RngSeed::Random;
+    let config = |cases| Config { cases, failure_persistence: None, rng_seed, ..Config::default() };
     let fail = |error: TestError<S::Value>| panic!("{error}");
     let Some(seconds) = seconds else {
         // The same cases every time, so that a failure stays one.

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
+use proptest::test_runner::{
+    Config, RngAlgorithm, RngSeed, TestCaseError, TestError, TestRng, TestRunner,
+};
 use serde_json::{Map, Value, json};
 
 use super::chat::{ChatText, Message, Role, TemplateOptions, ToolCall};
@@ -46,7 +48,9 @@ pub(super) fn run_cases<S: Strategy>(
 ) {
     #[expect(clippy::disallowed_methods, reason = "tests only: how long to fuzz")]
     let seconds = std::env::var("TH_FUZZ_SECONDS").ok().and_then(|s| s.parse().ok());
-    let config = |cases| Config { cases, failure_persistence: None, ..Config::default() };
+    // Other cases every time, whatever the environment says.
+    let rng_seed = RngSeed::Random;
+    let config = |cases| Config { cases, failure_persistence: None, rng_seed, ..Config::default() };
     let fail = |error: TestError<S::Value>| panic!("{error}");
     let Some(seconds) = seconds else {
         // The same cases every time, so that a failure stays one.

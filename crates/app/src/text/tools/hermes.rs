@@ -145,6 +145,8 @@ impl Hermes {
         if last == Step::Taken && !input.end {
             return Flow::More;
         }
+        // What is no field, or not a whole one, is text.
+        let held = if last == Step::Done { String::new() } else { rest.close(dropped) };
         let dropped = dropped.trim_end_matches('}');
         if !dropped.is_empty() {
             emit.note(|| {
@@ -152,6 +154,7 @@ impl Hermes {
             });
         }
         emit.end(last == Step::Done);
+        input.put_back(&held);
         Flow::Ended
     }
 }

@@ -375,6 +375,9 @@ fn json_calls_of_every_kind() {
         one(&wrap(r#"{"name": "weather", "arguments": {"city": "a", "days": oh no}}"#));
     assert_eq!((arguments.as_str(), complete, notes), (r#"{"city":"a"}"#, false, 1));
     assert_eq!(text, ", \"days\": oh no}}\n</tool_call>");
+    let (_, complete, text, notes) = one(&wrap(r#"{"name": "now", "arguments": {}, "id": oh}"#));
+    assert_eq!((complete, notes), (false, 0));
+    assert_eq!(text, ", \"id\": oh}\n</tool_call>");
 }
 
 #[test]
@@ -438,7 +441,12 @@ fn words() -> impl Strategy<Value = String> {
         1 => prop::sample::select(&["<tool_call>", "<function=f0>", "<parameter=x>", "</thin", "</parameter> ", "<|im_end|>"][..])
             .prop_map(str::to_owned),
     ];
-    proptest::collection::vec(word, 0..5).prop_map(|words| words.concat())
+    let words = proptest::collection::vec(word, 0..5).prop_map(|words| words.concat());
+    words.prop_filter("markup after </parameter>", |text| {
+        let mut closed =
+            text.match_indices("</parameter>").map(|(at, tag)| &text[at + tag.len()..]);
+        !closed.any(|after| after.trim_start().starts_with('<'))
+    })
 }
 
 fn any_json() -> impl Strategy<Value = Value> {
