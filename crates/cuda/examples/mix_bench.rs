@@ -10,8 +10,8 @@ use common::{BANDWIDTH, BLOCK, Bench, DIM, GDN, HEADS, KV_HEADS, noise};
 use cuda::Cuda;
 use ops::linear::Source;
 use ops::{
-    Act, ActDtype, Attention, Commit, Device, GatedDelta, GdnPrepare, KvDtype, KvPool, Linear, LinearPart,
-    Op, PAGE_TOKENS, ScaleDtype, Weight,
+    Act, ActDtype, Attention, Commit, Device, GatedDelta, GdnPrepare, KvDtype, KvPool, Linear,
+    LinearPart, Op, PAGE_TOKENS, ScaleDtype, Weight,
 };
 
 /// Flops per second that an H200 was measured to reach.

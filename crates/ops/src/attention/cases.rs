@@ -49,14 +49,8 @@ pub(crate) struct Shape {
     pub(crate) kv: KvDtype,
 }
 
-const SHAPE: Shape = Shape {
-    heads: 6,
-    kv_heads: 2,
-    dim: 64,
-    causal: true,
-    window: None,
-    kv: KvDtype::Bf16,
-};
+const SHAPE: Shape =
+    Shape { heads: 6, kv_heads: 2, dim: 64, causal: true, window: None, kv: KvDtype::Bf16 };
 
 const KINDS: [KvDtype; 2] = [KvDtype::Bf16, KvDtype::Int8];
 
@@ -358,11 +352,7 @@ fn long_lists() -> [Vec<Lane>; 2] {
     [vec![lane(0, 9 * SPLIT + 3, 8)], vec![lane(1, 700, 2), lane(0, 2000, 20)]]
 }
 
-fn with_scratch(
-    list: &[Lane],
-    kv: KvDtype,
-    fraction: usize,
-) -> impl Fn(&mut Builder) -> Attention {
+fn with_scratch(list: &[Lane], kv: KvDtype, fraction: usize) -> impl Fn(&mut Builder) -> Attention {
     move |b: &mut Builder| {
         let shape = Shape { heads: 8, kv_heads: 2, dim: 48, kv, ..SHAPE };
         let op = build(b, shape, list);

@@ -87,7 +87,7 @@ fn side_by_side<K: Stored>(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu
                 if splits.end <= tile.splits().end {
                     let partials = tile.mem.get_mut(tiles.partial(&tile, nth));
                     let stored = PhantomData::<K>;
-                cpu.isa.dispatch(Work { tile, splits, alone, partials, stored });
+                    cpu.isa.dispatch(Work { tile, splits, alone, partials, stored });
                 }
             }
         });

@@ -3,6 +3,7 @@
 use super::AttnMix;
 use crate::attention::SPLIT_PAGES;
 use crate::attention::cases::{Lane, Shape, lane, pool, seen};
+use crate::kernel::{Card, Plan};
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
 use crate::{
     ActDtype, Attention, AttnPrepare, Device, DeviceError, HeadGate, KvDtype, LaneStep, Lanes, Op,
@@ -31,14 +32,8 @@ struct Form {
 }
 
 const FORM: Form = Form { gated: true, norms: true, rope_dims: 16, pairing: RopePairing::Halves };
-const SHAPE: Shape = Shape {
-    heads: 6,
-    kv_heads: 2,
-    dim: 64,
-    causal: true,
-    window: None,
-    kv: KvDtype::Bf16,
-};
+const SHAPE: Shape =
+    Shape { heads: 6, kv_heads: 2, dim: 64, causal: true, window: None, kv: KvDtype::Bf16 };
 
 fn build(b: &mut Builder, shape: Shape, form: Form, list: &[Lane]) -> AttnMix {
     let mix = build_uncompared(b, shape, form, list);
@@ -284,5 +279,27 @@ fn refuses_parts_that_do_not_fit_together() {
         let mut op = good;
         change(&mut op);
         assert!(op.check().is_err(), "change {i}");
+    }
+}
+
+/// None of the three ops may run kernels that would take int8 pages for bf16.
+#[test]
+fn no_kernel_of_a_card_reads_int8_pages() {
+    let mut host = crate::Host::new(crate::simd::Isa::Portable, 1);
+    let card = Card { arch: 90, sms: 132, shared: 227 << 10 };
+    for kv in [KvDtype::Int8, KvDtype::Bf16] {
+        let mix =
+            build(&mut Builder::new(&mut host), Shape { kv, ..SHAPE }, FORM, &[lane(0, 3, 4)]);
+        let parts: [&dyn Op; 3] = [&mix, &mix.prepare, &mix.attention];
+        for op in parts {
+            let mut plan = Plan::default();
+            match op.cuda(&card, &mut plan) {
+                Ok(()) => assert_eq!(kv, KvDtype::Bf16, "{}", op.name()),
+                Err(why) => {
+                    assert!(kv == KvDtype::Int8 && why.to_string().contains("--kv bf16"), "{why}");
+                    assert_eq!(plan.launches().len(), 0);
+                }
+            }
+        }
     }
 }

@@ -212,7 +212,8 @@ impl Outputs<'_> {
     fn int8_pages(&self, codes: usize) -> Option<Mismatch> {
         let block = codes + 4 * PAGE_TOKENS;
         let all = 0..self.after[0].len() / block;
-        let scales = all.clone().flat_map(|b| (0..PAGE_TOKENS).map(move |i| b * block + codes + 4 * i));
+        let scales =
+            all.clone().flat_map(|b| (0..PAGE_TOKENS).map(move |i| b * block + codes + 4 * i));
         let scales: Vec<usize> = scales.filter(|&at| self.wrote(at..at + 4)).collect();
         let value = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
         if let Some((at, mismatch)) = self.first_beyond(&scales, 4, 0.0, &value) {

@@ -296,7 +296,8 @@ impl<'d> Builder<'d> {
     /// Also compares the pages of a pool, which the op updates in place. Rounding makes small differences up to a
     /// unit in the last place of bf16 (2^-7), or up to a step of int8 (2^-7 of the head's largest element).
     pub fn updated_pages(&mut self, kv: &KvPool) {
-        for (name, buf, part) in [("keys", kv.keys, Part::Key), ("values", kv.values, Part::Value)] {
+        for (name, buf, part) in [("keys", kv.keys, Part::Key), ("values", kv.values, Part::Value)]
+        {
             let kind = match kv.dtype {
                 KvDtype::Bf16 => Kind::Bf16,
                 KvDtype::Int8 => Kind::Int8(*kv, part),
