@@ -194,8 +194,15 @@ impl<D: Device> Engine<D> {
                 Some((draft, state))
             }
         };
-        let buffers =
-            RoundBuffers::new(&mut dev, &target, draft.as_ref().map(|d| &d.0), slots, block)?;
+        let depth = if options.ahead { 2 } else { 1 };
+        let buffers = RoundBuffers::new(
+            &mut dev,
+            &target,
+            draft.as_ref().map(|d| &d.0),
+            slots,
+            block,
+            depth,
+        )?;
         let step = dev.alloc(slots * size_of::<LaneStep>(), "lane steps")?;
         Ok(Engine {
             dev,
