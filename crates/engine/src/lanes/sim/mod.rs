@@ -2,19 +2,22 @@
 //! notices when a lane sees what is not its own.
 
 mod fake;
+mod memory;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::{Core, Job, Limits, Lost, Phase, Rules, check};
+use crate::disk::{Disk, Hand};
 use crate::sampler::{SamplingDefaults, SamplingOptions};
 use crate::scheduler::{OVERTAKING, Turns};
 use crate::service::{
-    CachePolicy, Constraint, Event, Finish, Priority, Request, RequestError, RequestId,
-    ServiceStats,
+    CachePolicy, CacheSource, Constraint, Event, Finish, Priority, Request, RequestError,
+    RequestId, ServiceStats,
 };
-use fake::{Fake, Faults, Random, Time, VOCAB, after, answer};
+use fake::{Before, Fake, Faults, Random, Time, VOCAB, after, answer};
+use memory::Memory;
 
 const STEPS: usize = 10_000;
 const SEEDS: u64 = 100;
@@ -37,9 +40,28 @@ enum Sabotage {
     ForgetsWhoDecodes,
 }
 
+/// Bytes of the disk tier, and what it may write a second.
+const QUOTA: (u64, u64) = (60_000, 1 << 20);
+
+/// What happens to the disk tier, once in so many steps; 0 is never.
+#[derive(Clone, Copy, Debug, Default)]
+struct DiskWorld {
+    /// Whether there is one.
+    on: bool,
+    /// Of reads and writes: those that fail. Then its thread may die as well.
+    fails: usize,
+    /// A file is damaged.
+    harms: usize,
+    /// A file is damaged so that its checksum is right, which nobody could tell: the sabotage.
+    forges: usize,
+    /// The process ends, and another begins with what is on disk.
+    restarts: usize,
+}
+
 /// One seed's world.
 #[derive(Clone, Copy, Debug, Default)]
 struct World {
+    disk: DiskWorld,
     faults: Faults,
     sabotage: Sabotage,
     /// Short requests that never stop coming, and a long one among them.
@@ -55,6 +77,7 @@ struct Heard {
     end: Option<Result<Finish, RequestError>>,
     last_tokens: Option<Duration>,
     wrong: Option<String>,
+    from_disk: bool,
 }
 
 struct Asked {
@@ -79,6 +102,11 @@ struct Sim {
     asked: HashMap<RequestId, Asked>,
     next_id: u64,
     ended: u64,
+    before: Before,
+    memory: Memory,
+    hand: Option<Hand>,
+    /// Requests that went on from what came from disk.
+    disk_hits: u64,
 }
 
 /// Breaks now and then.
@@ -106,8 +134,8 @@ impl Sim {
             slots,
             pages: max_pages + random.below(slots * max_pages),
             snapshots: if random.one_in(8) { 0 } else { 1 + random.below(12) },
-            snapshot_bytes: 1000,
-            page_bytes: 10,
+            snapshot_bytes: 8,
+            page_bytes: 8 * ops::PAGE_TOKENS,
             block,
             chunk: 128,
             depth: 1 + random.below(2),
@@ -134,6 +162,10 @@ impl Sim {
             asked: HashMap::new(),
             next_id: 1,
             ended: 0,
+            before: Before::default(),
+            memory: Memory::new(seed, world.disk.fails),
+            hand: None,
+            disk_hits: 0,
         };
         sim.core = Some(sim.fresh_core());
         sim
@@ -142,7 +174,52 @@ impl Sim {
     fn fresh_core(&mut self) -> Core<Fake> {
         let seed = self.random.next();
         let fake = Fake::new(self.limits, seed, self.clock.clone(), self.world.faults);
-        Core::new(fake, self.rules, None)
+        let files = self.world.disk.on.then(|| Arc::new(self.memory.clone()));
+        // A folder that can't be read: there is no disk tier until the next start.
+        let opened = files.and_then(|files| Disk::by_hand(files, QUOTA.0, QUOTA.1).ok());
+        let (disk, hand) = opened.unzip();
+        self.hand = hand;
+        Core::new(fake.knowing(&self.before), self.rules, disk)
+    }
+
+    /// The machine is lost, or the whole process: others begin, with the jobs that wait and what is on disk.
+    fn start_over(&mut self, why: String, crash: bool) {
+        let core = self.core.take().expect("there is one");
+        let (jobs, stats) = core.abandon(&RequestError::Device(why));
+        if let Some(hand) = self.hand.take() {
+            // Closed in order, all that was to be written is.
+            let mut left = if crash { self.random.below(6) } else { usize::MAX };
+            while left > 0 && hand.is_alive() && hand.step() {
+                left -= 1;
+            }
+        }
+        let mut core = self.fresh_core();
+        core.count_from(stats);
+        jobs.into_iter().for_each(|job| core.resume(job));
+        self.core = Some(core);
+    }
+
+    /// What happens to the disk in a step.
+    fn disk_step(&mut self) {
+        let DiskWorld { fails, harms, forges, restarts, .. } = self.world.disk;
+        if self.random.one_in(harms) {
+            self.memory.harm();
+        }
+        if self.random.one_in(forges) {
+            self.memory.forge();
+        }
+        if self.random.one_in(restarts) {
+            self.start_over("a restart".to_owned(), true);
+        }
+        let (works, dies) = (self.random.one_in(2), fails > 0 && self.random.one_in(5000));
+        if let Some(hand) = self.hand.as_ref().filter(|hand| hand.is_alive()) {
+            if works {
+                hand.step();
+            }
+            if dies {
+                hand.die();
+            }
+        }
     }
 
     fn core(&mut self) -> &mut Core<Fake> {
@@ -271,17 +348,15 @@ impl Sim {
             Sabotage::LosesACount if n == 500 => self.core().stats.accepted += 1,
             _ => {}
         }
+        if self.world.disk.on {
+            self.disk_step();
+        }
         let clock = self.clock.clone();
         let stepped = self.core().step(&|| clock.now());
         let busy = match stepped {
             Ok(busy) => busy,
             Err(Lost(error)) => {
-                let core = self.core.take().expect("there is one");
-                let (jobs, stats) = core.abandon(&RequestError::Device(error.to_string()));
-                let mut core = self.fresh_core();
-                core.count_from(stats);
-                jobs.into_iter().for_each(|job| core.resume(job));
-                self.core = Some(core);
+                self.start_over(error.to_string(), false);
                 true
             }
         };
@@ -321,6 +396,7 @@ impl Sim {
             if let Some(end) = &heard.end {
                 let asked = self.asked.remove(&id).expect("it was there");
                 self.ended += 1;
+                self.disk_hits += u64::from(heard.from_disk);
                 if end.is_ok() && self.texts.len() < 40 {
                     self.texts.push([asked.prompt, heard.tokens.clone()].concat());
                 }
@@ -332,8 +408,11 @@ impl Sim {
         if let Some(wrong) = core.machine.wrong.take() {
             return Err(wrong);
         }
-        let ServiceStats { accepted, completed, cancelled, failed, waiting, running, .. } =
-            core.stats();
+        let stats = core.stats();
+        let ServiceStats { accepted, completed, cancelled, failed, waiting, running, .. } = stats;
+        if stats.disk_bytes > QUOTA.0 {
+            return Err(format!("{} bytes on disk", stats.disk_bytes));
+        }
         let going = (waiting + running) as u64;
         if accepted != completed + cancelled + failed + going || going != open {
             return Err(format!(
@@ -403,7 +482,10 @@ impl Heard {
             self.wrong = Some(format!("{event:?} after the end"));
         }
         match event {
-            Event::Started { .. } => self.started = true,
+            Event::Started { cache, .. } => {
+                self.started = true;
+                self.from_disk = cache.source == CacheSource::Disk;
+            }
             Event::Prefill { done, total } => {
                 if done >= total {
                     self.wrong = Some(format!("{done} of {total} prompt tokens"));
@@ -435,7 +517,7 @@ impl Heard {
 }
 
 /// Runs a world to its end.
-fn run(seed: u64, world: World, steps: usize) -> Result<ServiceStats, String> {
+fn run(seed: u64, world: World, steps: usize) -> Result<(ServiceStats, u64), String> {
     let mut sim = Sim::new(seed, world);
     let told = |n: usize, why: String| format!("seed {seed}, step {n}: {why}");
     for n in 0..steps {
@@ -444,10 +526,12 @@ fn run(seed: u64, world: World, steps: usize) -> Result<ServiceStats, String> {
     // Then nobody comes any more, and everything must end.
     for n in 0..20_000 {
         let busy = sim.step(steps + n, false).map_err(|why| told(steps + n, why))?;
-        if !busy && sim.core().is_idle() {
+        let worked = sim.hand.as_ref().is_some_and(|hand| hand.is_alive() && hand.step());
+        if !busy && !worked && sim.core().is_idle() {
             break;
         }
     }
+    let (disk_hits, on_disk) = (sim.disk_hits, sim.memory.bytes());
     let core = sim.core();
     look_closely(core).map_err(|why| told(steps, why))?;
     if !core.is_idle() {
@@ -455,24 +539,37 @@ fn run(seed: u64, world: World, steps: usize) -> Result<ServiceStats, String> {
     }
     let stats = core.stats();
     let alone = core.cache.pages_alone(&core.pages);
+    let DiskWorld { fails, harms, forges, .. } = world.disk;
+    if fails + harms + forges == 0 && stats.disk_bytes != on_disk {
+        return Err(format!("seed {seed}: {} bytes count, {on_disk} are there", stats.disk_bytes));
+    }
     core.cache.clear(&mut core.pages);
     if alone != stats.pages_used || core.pages.used() != 0 {
         return Err(format!("seed {seed}: {} pages are left", core.pages.used()));
     }
-    Ok(stats)
+    Ok((stats, disk_hits))
 }
 
 #[test]
 fn nothing_leaks_changes_or_starves() {
-    let mut sum = ServiceStats::default();
+    let (mut sum, mut disk_hits) = (ServiceStats::default(), 0);
     for seed in 0..SEEDS {
         let faults = match seed % 4 {
             0 => Faults { fails: 150, lost: 5, ..Faults::default() },
             1 => Faults { fails: 1000, lost: 2, ..Faults::default() },
             _ => Faults::default(),
         };
-        let world = World { faults, crowd: seed % 10 == 9, ..World::default() };
-        let stats = run(seed, world, STEPS).unwrap_or_else(|why| panic!("{why}"));
+        // Half of them have a disk tier: one on which all is well, one that decays, one that fails too.
+        let on = DiskWorld { on: true, restarts: 700, ..DiskWorld::default() };
+        let disk = match seed % 6 {
+            0 => on,
+            2 => DiskWorld { harms: 200, ..on },
+            4 => DiskWorld { harms: 400, fails: 30, ..on },
+            _ => DiskWorld::default(),
+        };
+        let world = World { disk, faults, crowd: seed % 10 == 9, ..World::default() };
+        let (stats, hits) = run(seed, world, STEPS).unwrap_or_else(|why| panic!("{why}"));
+        disk_hits += hits;
         sum.completed += stats.completed;
         sum.cancelled += stats.cancelled;
         sum.failed += stats.failed;
@@ -480,10 +577,11 @@ fn nothing_leaks_changes_or_starves() {
         sum.prompt_tokens += stats.prompt_tokens;
         sum.evictions += stats.evictions;
     }
-    println!("{sum:?}");
+    println!("{sum:?}, {disk_hits} from disk");
     // Everything that was to be tested did happen.
     assert!(sum.completed > 20_000 && sum.cancelled > 2_000 && sum.failed > 1_000, "{sum:?}");
     assert!(10 * sum.cached_tokens > sum.prompt_tokens && sum.evictions > 5_000, "{sum:?}");
+    assert!(disk_hits > 500, "{disk_hits} requests went on from what was on disk");
 }
 
 /// The checks notice what they are there for.
@@ -498,6 +596,8 @@ fn a_broken_core_is_found_out() {
     let by = |sabotage: Sabotage, crowd: bool| World { sabotage, crowd, ..World::default() };
     found(with(Faults { forgets_copies: true, ..Faults::default() }), "another text's position");
     found(with(Faults { spoils_snapshots: true, ..Faults::default() }), "snapshot");
+    let disk = DiskWorld { on: true, restarts: 700, forges: 20, ..DiskWorld::default() };
+    found(World { disk, ..World::default() }, "was changed");
     found(by(Sabotage::LosesAPage, false), "pages count as used");
     found(by(Sabotage::LosesACount, false), "counters");
     found(by(Sabotage::ForgetsWhoWaits, true), "starves");
@@ -531,6 +631,46 @@ fn quiet(id: u64, prompt: &[u32], boundaries: Vec<usize>) -> Job {
         deaf: false,
         loading: None,
     }
+}
+
+/// A High job that waits for what a Low lane computes doesn't wait for the Normal ones that would come before that lane.
+#[test]
+fn nobody_waits_for_less_important_ones_behind_others() {
+    let clock = Time::default();
+    let shared: Vec<u32> = (0..400).map(|i| i * i % VOCAB as u32).collect();
+    let sim = Sim::new(1, World::default());
+    let limits = Limits { snapshots: 8, slots: 4, pages: 80, depth: 1, ..sim.limits };
+    let rules = Rules { grid: 2048, exact: false, ..sim.rules };
+    let mut core = Core::new(Fake::new(limits, 1, clock.clone(), Faults::default()), rules, None);
+    let heard: Arc<Mutex<Vec<u64>>> = Arc::default();
+    let submit = |core: &mut Core<Fake>, id: u64, priority: Priority, prompt: &[u32]| {
+        let mut job = quiet(id, prompt, Vec::new());
+        job.request.priority = priority;
+        let heard = Arc::clone(&heard);
+        job.events = Box::new(move |event| {
+            if let Event::Done(_) = event {
+                heard.lock().expect("no panics").push(id);
+            }
+        });
+        core.submit(job);
+    };
+    let step = |core: &mut Core<Fake>| core.step(&|| clock.now()).expect("no faults");
+    submit(&mut core, 1, Priority::Low, &shared);
+    // It has its lane and a first slice.
+    while core.stats().prefill_passes == 0 {
+        step(&mut core);
+    }
+    // Two Normal ones, each with more to do than anyone waits for.
+    for id in [2, 3] {
+        let other: Vec<u32> = (0..500).map(|i| (i * 7 + id as u32) % VOCAB as u32).collect();
+        submit(&mut core, id, Priority::Normal, &other);
+    }
+    submit(&mut core, 4, Priority::High, &[&shared[..380], &[5; 10]].concat());
+    while !core.is_idle() {
+        step(&mut core);
+    }
+    assert_eq!(heard.lock().expect("no panics").first(), Some(&4), "{heard:?}");
+    assert!(core.stats().cached_tokens >= 320, "and it did wait for the Low one's work");
 }
 
 /// What goes on from a checkpoint inside a page is computed in other pieces than a prompt that found
