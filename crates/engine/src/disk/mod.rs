@@ -271,7 +271,6 @@ impl Drop for Disk {
     fn drop(&mut self) {
         let (closed, _) = sync_channel(1);
         self.work = closed;
-        #[cfg_attr(not(test), expect(irrefutable_let_patterns, reason = "tests have others"))]
         if let Hands::Thread(thread) = &mut self.hands
             && let Some(thread) = thread.take()
         {

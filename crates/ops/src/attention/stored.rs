@@ -39,7 +39,7 @@ impl Stored for Bf16 {
     #[inline(always)]
     fn value<S: Simd, const LOAD: u8>(s: S, row: &[u16], c: usize) -> S::F {
         match LOAD {
-            LOADS_PAIRS if c % 2 == 0 => s.load_bf16_even(&row[c * LANES..]),
+            LOADS_PAIRS if c.is_multiple_of(2) => s.load_bf16_even(&row[c * LANES..]),
             LOADS_PAIRS => s.load_bf16_odd(&row[(c - 1) * LANES..]),
             EVEN => s.load_bf16_even(row),
             ODD => s.load_bf16_odd(row),
