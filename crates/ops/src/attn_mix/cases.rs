@@ -285,11 +285,10 @@ fn refuses_parts_that_do_not_fit_together() {
 /// None of the three ops may run kernels that would take int8 pages for bf16.
 #[test]
 fn no_kernel_of_a_card_reads_int8_pages() {
-    let mut host = crate::Host::new(crate::simd::Isa::Portable, 1);
     let card = Card { arch: 90, sms: 132, shared: 227 << 10 };
+    let mut dry = crate::DryRun::on_card(card);
     for kv in [KvDtype::Int8, KvDtype::Bf16] {
-        let mix =
-            build(&mut Builder::new(&mut host), Shape { kv, ..SHAPE }, FORM, &[lane(0, 3, 4)]);
+        let mix = build(&mut Builder::new(&mut dry), Shape { kv, ..SHAPE }, FORM, &[lane(0, 3, 4)]);
         let parts: [&dyn Op; 3] = [&mix, &mix.prepare, &mix.attention];
         for op in parts {
             let mut plan = Plan::default();
