@@ -6,7 +6,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use engine::{Rule, SamplingOptions};
 
 use crate::config::Surroundings;
-use crate::generate::{DeviceKind, DraftRef, GenerateOptions, Isa, LoadRequest, ModelRef};
+use crate::generate::{DeviceKind, DraftRef, GenerateOptions, Isa, Kv, LoadRequest, ModelRef};
 use crate::hub::cache::repo_of;
 use crate::hub::commands::{ListArgs, PullArgs, RmArgs, fetch};
 use crate::hub::drafts::draft_of;
@@ -126,6 +126,11 @@ pub struct EngineArgs {
     /// Tokens of context [default: what the model allows and memory holds]
     #[arg(long, global = true, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(16..))]
     pub context: Option<u32>,
+
+    /// How keys and values are stored: int8 takes about half the memory of a long context and gives
+    /// slightly other text
+    #[arg(long, global = true, value_enum, value_name = "FORM", default_value_t)]
+    pub kv: Kv,
 
     /// Instruction set of the host kernels; all give the same bits [default: auto]
     #[arg(long, global = true, value_enum, value_name = "ISA")]
@@ -408,6 +413,7 @@ impl Cli {
             always_draft: self.engine.always_draft,
             threads: self.engine.threads.map(|n| n as usize),
             context: self.engine.context.map(|n| n as usize),
+            kv: self.engine.kv,
             isa: surroundings.isa(self.engine.isa).map_err(anyhow::Error::msg)?,
             device: self.engine.device,
             cuda: surroundings.cuda(self.engine.threads.map_or(0, |n| n as usize)),

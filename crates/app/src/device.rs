@@ -34,13 +34,15 @@ pub fn choose(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen
 fn cpu(request: &LoadRequest) -> anyhow::Result<Chosen> {
     let threads = request.threads.unwrap_or_else(physical_cores);
     let dev = Box::new(Host::new(isa(request.isa)?, threads));
-    let (dry, options) = (DryRun::new(ActDtype::I8), EngineOptions::default());
+    let options = EngineOptions { kv: request.kv.into(), ..EngineOptions::default() };
+    let dry = DryRun::new(ActDtype::I8);
     Ok(Chosen { dev, dry, options, free: host_free() })
 }
 
 fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
     let mut dev = Cuda::open(&request.cuda)?;
-    let options = EngineOptions { chunk: 2048, ahead: true, ..EngineOptions::default() };
+    let kv = request.kv.into();
+    let options = EngineOptions { chunk: 2048, ahead: true, kv, ..EngineOptions::default() };
     let mut dry = DryRun::on_card(*dev.card());
     build(DryRun::on_card(*dev.card()), options, sources, request, &mut |_| ())?.rehearse(&mut dry);
     if let Some(first) = dry.unsupported.first() {

@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicBool;
 use engine::service::Service;
 use engine::{MemoryBytes, SamplingDefaults, SamplingOptions};
 pub use ops::Counters;
+use ops::KvDtype;
 
 use crate::text::gguf_vocab::GgufVocab;
 
@@ -26,12 +27,33 @@ pub struct LoadRequest {
     pub threads: Option<usize>,
     /// Tokens of context; `None` lets the engine choose by the memory that is free.
     pub context: Option<usize>,
+    /// How keys and values are stored.
+    pub kv: Kv,
     /// The instruction set of the host kernels.
     pub isa: Isa,
     /// What computes.
     pub device: DeviceKind,
     /// How an NVIDIA card is opened.
     pub cuda: cuda::Options,
+}
+
+/// How keys and values are stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kv {
+    /// 16 bits.
+    #[default]
+    Bf16,
+    /// 8 bits and a scale for each key and value of a head: about half the bytes. On the CPU only, yet.
+    Int8,
+}
+
+impl From<Kv> for KvDtype {
+    fn from(kv: Kv) -> KvDtype {
+        match kv {
+            Kv::Bf16 => KvDtype::Bf16,
+            Kv::Int8 => KvDtype::Int8,
+        }
+    }
 }
 
 /// What computes.

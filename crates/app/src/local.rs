@@ -44,8 +44,11 @@ impl Loader for Local {
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Loaded> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, options, .. } = choose(request, &sources)?;
-        let mut engine = build(dev, options, &sources, request, progress)?;
+        let Chosen { dev, options, free, .. } = choose(request, &sources)?;
+        let act = dev.info().act;
+        let fresh = || DryRun::new(act);
+        let plan = memory::conversation(request, &sources, options, free, &fresh)?;
+        let mut engine = build_with(dev, plan.options, &sources, request, progress)?;
         engine.dev.sync()?;
         let bandwidth = engine.read_bandwidth();
         let bytes = engine.round_bytes(0).total() as f64;
@@ -145,10 +148,23 @@ impl Loader for Local {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, dry, options, .. } = choose(request, &sources)?;
+        let Chosen { dev, dry, options, free } = choose(request, &sources)?;
         let device = dev.info();
-        let engine = build(dry, options, &sources, request, &mut |_| ())?;
+        let fresh = || DryRun::new(device.act);
+        let plan = memory::conversation(request, &sources, options, free, &fresh);
+        // What does not fit is described all the same, at the size that was asked for.
+        let engine = match &plan {
+            Ok(plan) => build_with(dry, plan.options, &sources, request, &mut |_| ())?,
+            Err(_) => build(dry, options, &sources, request, &mut |_| ())?,
+        };
         let mut sections = forecast::sections(&sources.target, sources.draft.as_ref(), &engine);
+        sections.push(match &plan {
+            Ok(plan) => memory::section(plan),
+            Err(why) => Section {
+                title: "Memory plan".to_owned(),
+                facts: vec![("refused".to_owned(), format!("{why:#}"))],
+            },
+        });
         sections.push(forecast::speed(&engine, &device.name, forecast::bandwidth(dev)));
         Ok((sections, text_source(sources.target.tokenizer())?))
     }

@@ -12,6 +12,8 @@ use crate::local::{Sources, build_with};
 
 /// Tokens of context of a served lane unless asked for otherwise, or the model can do less.
 const CONTEXT: usize = 32_768;
+/// Tokens of context of a single conversation, likewise.
+const CONVERSATION: usize = 8192;
 /// Lanes unless asked for otherwise.
 const LANES: usize = 4;
 /// What to plan with where the system doesn't say what is free and nobody did.
@@ -37,13 +39,49 @@ pub fn planned(
         default_context: CONTEXT,
         default_lanes: LANES,
     };
+    let advice = "free memory, raise --max-memory, or lower --context, --lanes or --cache-memory";
+    fitted(request, sources, base, &wishes, &room, fresh, advice)
+}
+
+/// Plans a conversation of its own: one lane, and nothing kept beside it. As [`planned`] otherwise; where nobody
+/// says what is free, it is tried.
+///
+/// # Errors
+/// It does not fit, or its files are not what they should be.
+pub fn conversation(
+    request: &LoadRequest,
+    sources: &Sources,
+    base: EngineOptions,
+    free: Option<u64>,
+    fresh: &dyn Fn() -> DryRun,
+) -> anyhow::Result<Plan> {
+    let wishes =
+        Wishes { context: request.context, lanes: Some(1), cache: Some(0), max_memory: None };
+    let room = Room {
+        free: free.unwrap_or(u64::MAX / 2),
+        longest_context: sources.longest_context(),
+        default_context: CONVERSATION,
+        default_lanes: 1,
+    };
+    fitted(request, sources, base, &wishes, &room, fresh, "free memory, or lower --context")
+}
+
+fn fitted(
+    request: &LoadRequest,
+    sources: &Sources,
+    base: EngineOptions,
+    wishes: &Wishes,
+    room: &Room,
+    fresh: &dyn Fn() -> DryRun,
+    advice: &str,
+) -> anyhow::Result<Plan> {
     let mut measure = |options: &EngineOptions| -> Result<Footprint, anyhow::Error> {
         let engine = build_with(fresh(), *options, sources, request, &mut |_| ())?;
         Ok(Footprint::of(&engine))
     };
-    plan::<anyhow::Error>(base, &wishes, &room, &mut measure).map_err(|error| {
+    plan::<anyhow::Error>(base, wishes, room, &mut measure).map_err(|error| {
         let too_large = error.is::<TooLarge>();
-        if too_large { error.context("the model does not fit") } else { error }
+        if too_large { error.context(format!("the model does not fit: {advice}")) } else { error }
     })
 }
 
@@ -57,7 +95,12 @@ pub fn section(plan: &Plan) -> Section {
         ("weights", mb(footprint.memory.weights + footprint.memory.draft)),
         (
             "keys and values",
-            format!("{} in {pages} pages of {}", mb(footprint.memory.kv), mb(footprint.page)),
+            format!(
+                "{} in {pages} pages of {}, {}",
+                mb(footprint.memory.kv),
+                mb(footprint.page),
+                options.kv.name()
+            ),
         ),
         ("recurrent state", mb(footprint.memory.state)),
         ("working buffers", mb(footprint.working)),

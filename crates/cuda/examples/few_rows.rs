@@ -12,8 +12,8 @@ use common::{BANDWIDTH, BLOCK, Bench, DIM, GDN, HEADS, KV_HEADS, noise};
 use cuda::Cuda;
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Codes, Commit, Device, Format, GatedDelta,
-    GatedNorm, GdnMix, GdnPrepare, HeadGate, KvPool, Linear, LinearPart, Op, PAGE_TOKENS, Queries,
-    Rope, RopePairing, ScaleDtype, Weight,
+    GatedNorm, GdnMix, GdnPrepare, HeadGate, KvDtype, KvPool, Linear, LinearPart, Op, PAGE_TOKENS,
+    Queries, Rope, RopePairing, ScaleDtype, Weight,
 };
 
 const ROPE_DIMS: usize = 64;
@@ -243,6 +243,7 @@ impl Bench {
                     max_pages: pages,
                     kv_heads: KV_HEADS,
                     head_dim: DIM,
+                    dtype: KvDtype::Bf16,
                 };
                 AttnMix {
                     prepare: AttnPrepare {

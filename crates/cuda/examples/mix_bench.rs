@@ -10,8 +10,8 @@ use common::{BANDWIDTH, BLOCK, Bench, DIM, GDN, HEADS, KV_HEADS, noise};
 use cuda::Cuda;
 use ops::linear::Source;
 use ops::{
-    Act, ActDtype, Attention, Commit, Device, GatedDelta, GdnPrepare, KvPool, Linear, LinearPart,
-    Op, PAGE_TOKENS, ScaleDtype, Weight,
+    Act, ActDtype, Attention, Commit, Device, GatedDelta, GdnPrepare, KvDtype, KvPool, Linear,
+    LinearPart, Op, PAGE_TOKENS, ScaleDtype, Weight,
 };
 
 /// Flops per second that an H200 was measured to reach.
@@ -73,6 +73,7 @@ impl Bench {
                 max_pages: pages,
                 kv_heads: KV_HEADS,
                 head_dim: DIM,
+                dtype: KvDtype::Bf16,
             };
             let (heads, scale) = (HEADS, 1.0 / 16.0);
             let op =

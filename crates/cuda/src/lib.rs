@@ -413,7 +413,7 @@ impl Device for Cuda {
     fn info(&self) -> DeviceInfo {
         let Card { arch, sms, .. } = self.gpu.card;
         let name = format!("cuda ({}, sm_{arch}, {sms} multiprocessors)", self.gpu.name);
-        DeviceInfo { name, act: ActDtype::Bf16, tiles: TileOrder::Fragments }
+        DeviceInfo { name, act: ActDtype::Bf16, tiles: TileOrder::Fragments, int8_pages: false }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -9,8 +9,8 @@ use cuda::{Cuda, Options};
 use ops::rms_norm::RmsNorm;
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Commit, Device, Embed, Format, GatedDelta,
-    GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvPool, LaneStep, Lanes, Op,
-    PAGE_TOKENS, Queries, Rope, RopePairing, Weight,
+    GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvDtype, KvPool, LaneStep,
+    Lanes, Op, PAGE_TOKENS, Queries, Rope, RopePairing, Weight,
 };
 
 const PASSES: usize = 40;
@@ -177,6 +177,7 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
         max_pages: PAGES,
         kv_heads: KV_HEADS,
         head_dim: DIM,
+        dtype: KvDtype::Bf16,
     };
     made.dev.write(kv.table, &table);
     let rope = Rope {

@@ -4,8 +4,8 @@ use model::{Draft, DraftState, Target};
 use ops::accept::{Accept, LogitRows};
 use ops::propose::{Propose, Selector};
 use ops::{
-    Buf, Device, DeviceError, LaneResult, Lanes, LogitBias, Proposals, SamplerParams, TopK,
-    count_tokens,
+    Buf, Device, DeviceError, LaneResult, Lanes, LogitBias, PUBLISHED, PUBLISHED_BYTES, Proposals,
+    SamplerParams, TopK, Unsupported, count_tokens,
 };
 
 use crate::round::{Masker, Place, Round};
@@ -51,7 +51,9 @@ impl RoundBuffers {
         draft: Option<&Draft>,
         slots: usize,
         block: usize,
+        depth: usize,
     ) -> Result<RoundBuffers, DeviceError> {
+        check_lanes(slots, block, MAX_LIKELIEST.min(target.vocab), depth)?;
         let k = draft
             .and_then(|d| d.selector.as_ref())
             .map_or(CANDIDATES, |s| s.candidates)
@@ -204,9 +206,12 @@ impl RoundBuffers {
         self.results.slice(0, Accept::results_bytes(lanes.count, lanes.max_rows))
     }
 
-    /// What the host reads of [`RoundBuffers::likeliest`].
-    pub(crate) fn likeliest_results(&self, rows: usize) -> Buf {
-        self.likeliest.rows(0, rows, 8 * self.likeliest_k)
+    /// What the host reads of [`RoundBuffers::likeliest`], in parts that can be published.
+    pub(crate) fn likeliest_results(&self, rows: usize) -> impl Iterator<Item = Buf> + use<> {
+        let all = self.likeliest.rows(0, rows, 8 * self.likeliest_k);
+        (0..all.bytes)
+            .step_by(PUBLISHED_BYTES)
+            .map(move |at| all.slice(at, PUBLISHED_BYTES.min(all.bytes - at)))
     }
 
     /// Asks for the masks of the lanes that have some, given the rows' ids if any lane has proposals,
@@ -239,8 +244,13 @@ impl RoundBuffers {
         let words = self.results(lanes).bytes / 4;
         dev.receive(bytemuck::cast_slice_mut(&mut self.read[..words]))?;
         if places.iter().any(|place| place.logprobs.is_some()) {
-            let words = self.likeliest_results(lanes.rows).bytes / 4;
-            dev.receive(bytemuck::cast_slice_mut(&mut self.read_likeliest[..words]))?;
+            let parts = self.likeliest_results(lanes.rows);
+            let mut rest = self.read_likeliest.as_mut_slice();
+            for part in parts {
+                let (now, later) = rest.split_at_mut(part.bytes / 4);
+                dev.receive(bytemuck::cast_slice_mut(now))?;
+                rest = later;
+            }
         }
         self.last = (lanes.rows, lanes.max_rows);
         Ok(())
@@ -266,7 +276,39 @@ impl RoundBuffers {
     }
 }
 
+/// Refuses more lanes than can tell the host what a round brought, with the likeliest tokens of all rows, `depth`
+/// rounds at a time.
+fn check_lanes(slots: usize, block: usize, k: usize, depth: usize) -> Result<(), Unsupported> {
+    let fits = |slots: usize| {
+        let parts = (8 * slots * block * k).div_ceil(PUBLISHED_BYTES);
+        depth * (1 + parts) <= PUBLISHED && Accept::results_bytes(slots, block) <= PUBLISHED_BYTES
+    };
+    let most = || (1..slots).rev().find(|&slots| fits(slots)).unwrap_or(0);
+    let what = || format!("{slots} lanes of {block} rows");
+    let limit = if fits(slots) { String::new() } else { format!("{} lanes: use --lanes", most()) };
+    Unsupported::unless(fits(slots), "a round's results", what, &limit)
+}
+
 /// First draft row with logits: a lone lane's row 0 predicts nothing and is left out.
 fn draft_first(drafting: Lanes) -> usize {
     usize::from(drafting.count == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_lanes_than_can_be_told_of_are_refused_with_the_number() {
+        let most = |block, depth| {
+            (1..9000).take_while(|&slots| check_lanes(slots, block, 20, depth).is_ok()).count()
+        };
+        // 160 bytes a row, 65,536 at once; 8 copies may wait, one of them with the results themselves.
+        assert_eq!(most(8, 2), 3 * 65_536 / (160 * 8));
+        for (block, depth) in [(8, 1), (8, 2), (1, 1), (16, 2)] {
+            let most = most(block, depth);
+            let error = check_lanes(9999, block, 20, depth).expect_err("too many").to_string();
+            assert!(most > 51 && error.contains(&format!("{most} lanes")), "{most}: {error}");
+        }
+    }
 }

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use model::{
     Draft, DraftState, Lane, PageShape, Scratch, ScratchShape, State, StateShape, Target,
-    copy_page, page_bytes, page_table,
+    copy_page, page_table,
 };
 use ops::{
-    Buf, Commit, Counted, Device, DeviceError, DryRun, KvPool, LaneStep, Lanes, PAGE_TOKENS,
-    PUBLISHED, Weight,
+    Buf, Commit, Counted, Device, DeviceError, DryRun, KvDtype, KvPool, LaneStep, Lanes,
+    PAGE_TOKENS, PUBLISHED, Unsupported, Weight,
 };
 
 use crate::buffers::RoundBuffers;
@@ -68,6 +68,8 @@ pub struct EngineOptions {
     pub pages: Option<usize>,
     /// States that can be kept besides those of the lanes: checkpoints of the prefix cache.
     pub snapshots: usize,
+    /// How keys and values are stored.
+    pub kv: KvDtype,
     /// Rows of a prefill pass.
     pub chunk: usize,
     /// Rows of a verify pass when the drafter runs on the host.
@@ -87,6 +89,7 @@ impl Default for EngineOptions {
             slots: 1,
             pages: None,
             snapshots: 0,
+            kv: KvDtype::Bf16,
             chunk: 512,
             host_block: 8,
             ahead: false,
@@ -163,6 +166,7 @@ impl<D: Device> Engine<D> {
         drafter: Drafter,
         options: EngineOptions,
     ) -> Result<Engine<D>, DeviceError> {
+        check_pages(&dev, options.kv)?;
         let block = match (&drafter, &draft) {
             (Drafter::DFlash, Some(draft)) => draft.block,
             (Drafter::Host(_), _) => options.host_block,
@@ -172,7 +176,7 @@ impl<D: Device> Engine<D> {
         let slots = options.slots;
         let options = EngineOptions { chunk: options.chunk.max(PAGE_TOKENS), ..options };
         let act = dev.info().act;
-        let mut pages = PageShape::full(slots, max_pages);
+        let mut pages = PageShape { kv: options.kv, ..PageShape::full(slots, max_pages) };
         pages.pages = options.pages.unwrap_or(pages.pages).max(max_pages);
         let drafter = drafter.for_slots(slots);
         let table = page_table(&mut dev, &pages)?;
@@ -190,8 +194,15 @@ impl<D: Device> Engine<D> {
                 Some((draft, state))
             }
         };
-        let buffers =
-            RoundBuffers::new(&mut dev, &target, draft.as_ref().map(|d| &d.0), slots, block)?;
+        let depth = if options.ahead { 2 } else { 1 };
+        let buffers = RoundBuffers::new(
+            &mut dev,
+            &target,
+            draft.as_ref().map(|d| &d.0),
+            slots,
+            block,
+            depth,
+        )?;
         let step = dev.alloc(slots * size_of::<LaneStep>(), "lane steps")?;
         Ok(Engine {
             dev,
@@ -241,8 +252,7 @@ impl<D: Device> Engine<D> {
     pub fn round_bytes(&self, pos: usize) -> RoundBytes {
         let (attention, recurrent) = (self.state.kv.iter(), self.state.cells.iter());
         let draft_pools = self.draft.iter().flat_map(|(_, state)| &state.kv);
-        // Keys and values, bf16.
-        let per_token = |kv: &KvPool| 4 * (kv.kv_heads * kv.head_dim) as u64;
+        let per_token = |kv: &KvPool| kv.token_bytes() as u64;
         RoundBytes {
             weights: self.round_ops().values().map(|op| op.cost.weight_bytes).sum(),
             // Read once and written once.
@@ -345,7 +355,7 @@ impl<D: Device> Engine<D> {
 
     /// Bytes of one page in all pools, the draft's included.
     pub fn page_bytes(&self) -> usize {
-        self.pools().map(|pool| 2 * page_bytes(pool)).sum()
+        self.pools().map(|pool| 2 * pool.page_bytes()).sum()
     }
 
     /// Bytes of one kept state.
@@ -372,7 +382,7 @@ impl<D: Device> Engine<D> {
     /// The buffers of one page, of all pools.
     pub(crate) fn page_buffers(&self, page: u32) -> Vec<Buf> {
         let bufs = self.pools().flat_map(|pool| {
-            let of = |buf: Buf| buf.rows(page as usize, 1, page_bytes(pool));
+            let of = |buf: Buf| buf.rows(page as usize, 1, pool.page_bytes());
             [of(pool.keys), of(pool.values)]
         });
         bufs.collect()
@@ -542,6 +552,15 @@ impl<D: Device> Engine<D> {
         }
         Ok(())
     }
+}
+
+/// Refuses pages that the device has no kernels for.
+fn check_pages(dev: &dyn Device, kv: KvDtype) -> Result<(), DeviceError> {
+    let info = dev.info();
+    let able = kv == KvDtype::Bf16 || info.int8_pages;
+    let what = || format!("keys and values in {} on {}", kv.name(), info.name);
+    let limit = "--kv bf16 there; int8 on the CPU";
+    Ok(Unsupported::unless(able, "attention", what, limit)?)
 }
 
 /// Refuses a prompt that can't be answered within a context, with ids below `vocab`.

@@ -111,7 +111,7 @@ impl fmt::Display for TooLarge {
             f,
             "{} may be used and {} are needed: {} for weights, {} for the draft, {} for keys and values \
              ({lanes} lanes, {context} tokens), {} for recurrent state, {} for working buffers, {} for the \
-             prefix cache. Free memory, raise --max-memory, or lower --context, --lanes or --cache-memory",
+             prefix cache",
             mb(self.budget),
             mb(self.footprint.total() + self.cache),
             mb(m.weights),
@@ -259,7 +259,7 @@ mod tests {
             planned(Wishes { context: Some(80_000), ..all }, 8192 * MB).expect_err("too much");
         let text = error.to_string();
         for part in
-            ["2148 MB may be used", "2 lanes, 80000 tokens", "--max-memory", "1074 MB for weights"]
+            ["2148 MB may be used", "2 lanes, 80000 tokens", "prefix cache", "1074 MB for weights"]
         {
             assert!(text.contains(part), "{text}");
         }

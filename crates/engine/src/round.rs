@@ -236,7 +236,7 @@ fn submit<D: Device>(
         }
         dev.publish(buffers.results(lanes));
         if likeliest {
-            dev.publish(buffers.likeliest_results(lanes.rows));
+            buffers.likeliest_results(lanes.rows).for_each(|part| dev.publish(part));
         }
     };
     let mut body = |dev: &mut dyn Device| {

@@ -317,7 +317,7 @@ where
         let mut jobs = Vec::new();
         let mut drain = None;
         loop {
-            let (disk, why_not) = self.disk();
+            let (disk, why_not) = self.disk(&engine);
             *lock(&shared.disk_error) = why_not;
             let mut core = Core::new(engine, self.rules(), disk);
             core.count_from(stats);
@@ -367,9 +367,12 @@ where
     }
 
     /// The disk tier, or why there is none although one was asked for.
-    fn disk(&self) -> (Option<Disk>, Option<String>) {
+    fn disk(&self, engine: &Engine<D>) -> (Option<Disk>, Option<String>) {
         let Some(options) = &self.options.disk else { return (None, None) };
-        match Disk::open(options) {
+        // Pages of another form belong to another state, whatever else is the same.
+        let kv = engine.page_shape().kv.name();
+        let fingerprint = format!("{}\nkeys and values in {kv}", options.fingerprint);
+        match Disk::open(&DiskOptions { fingerprint, ..options.clone() }) {
             Ok(disk) => (Some(disk), None),
             Err(error) => (None, Some(format!("{}: {error}", options.dir.display()))),
         }

@@ -138,14 +138,14 @@ impl Session {
         self.stats = Stats { prompt_tokens: request.prompt.len(), ..Stats::default() };
         engine.check_prompt(&request.prompt)?;
         let settled = engine.settle(&mut self.lane);
-        self.reset_if_failed(settled)?;
+        self.reset_if_failed(engine, settled)?;
         let (&anchor, head) = request.prompt.split_last().ok_or(EngineError::EmptyPrompt)?;
         self.stats.cached_tokens = self.reuse(engine, &request.prompt);
         while self.cached.len() < head.len() && !cancel() {
             let rest = &head[self.cached.len()..];
             let rows = engine.chunk_rows(&self.lane, rest.len());
             let outcome = engine.prefill_pass(&mut self.lane, &rest[..rows]);
-            self.reset_if_failed(outcome)?;
+            self.reset_if_failed(engine, outcome)?;
             self.cached.extend_from_slice(&rest[..rows]);
         }
         if self.cached.len() < head.len() {
@@ -194,7 +194,7 @@ impl Session {
         });
         let round = match round {
             Ok(round) => round,
-            Err(error) => return self.reset_if_failed(Err(error)),
+            Err(error) => return self.reset_if_failed(engine, Err(error)),
         };
         let emitted = round.tokens();
         if emitted.is_empty() {
@@ -257,9 +257,16 @@ impl Session {
         }
     }
 
-    /// Nothing that a failed pass left behind may be used.
-    fn reset_if_failed<T>(&mut self, outcome: Result<T, EngineError>) -> Result<T, EngineError> {
+    /// Nothing that a failed pass left behind may be used: not the lane, nor rounds in flight and results that
+    /// were not received, which the next answer would take for its own.
+    fn reset_if_failed<T, D: Device>(
+        &mut self,
+        engine: &mut Engine<D>,
+        outcome: Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
         if outcome.is_err() {
+            // A device that is lost says so again in the next pass; what failed first is what is told.
+            let _ = engine.probe();
             self.request = None;
             self.cached.clear();
             self.last.clear();

@@ -5,7 +5,7 @@ mod common;
 use common::{How, Scripted, With, answer, engine, engine_with, greedy, prompts, request, sampler};
 use engine::ngram::Ngram;
 use engine::{Engine, EngineOptions, Request, Rule, SamplingOptions, Session};
-use ops::Host;
+use ops::{DryRun, Host, KvDtype};
 
 /// Tokens of each answer: 256 in the full run, fewer by default to keep the suite short.
 fn sizes() -> (usize, usize) {
@@ -210,6 +210,57 @@ fn which_rounds_draft_changes_no_token() {
             // The first rounds try both kinds, so neither can have been left out.
             let proposed = session.stats().proposed;
             assert!(rounds < 13 || (proposed > 0 && proposed < 7 * rounds), "{proposed}");
+        }
+    }
+}
+
+/// A key's code depends on its row alone, so the text is the same with a draft here too; and everything
+/// that says how large pages are says that they are smaller.
+#[test]
+fn int8_pages_keep_text_the_same_with_a_draft() {
+    let with = |with, kv| {
+        let options = EngineOptions { context: 2048, kv, ..EngineOptions::default() };
+        engine_with(with, options)
+    };
+    let (count, tokens) = sizes();
+    let (mut plain, mut drafted) =
+        (with(With::None, KvDtype::Int8), with(With::DFlash, KvDtype::Int8));
+    let mut in_bf16 = with(With::DFlash, KvDtype::Bf16);
+    let (mut emitted, mut rounds, mut rounds_in_bf16) = (0, 0, 0);
+    for (i, prompt) in prompts(count).iter().enumerate() {
+        let (want, _) = fresh(&mut plain, request(prompt, tokens, greedy()));
+        let (got, n) = fresh(&mut drafted, request(prompt, tokens, greedy()));
+        assert_eq!(got, want, "prompt {i}");
+        (emitted, rounds) = (emitted + got.len(), rounds + n);
+        rounds_in_bf16 += fresh(&mut in_bf16, request(prompt, tokens, greedy())).1;
+    }
+    println!("{emitted} tokens in {rounds} rounds; {rounds_in_bf16} rounds with pages in bf16");
+    assert!(emitted > rounds, "the draft was never right, so nothing was tested");
+
+    // Heads of 64 elements: 68 bytes in place of 128.
+    let smaller = |large: u64, small: u64| assert_eq!(small * 128, large * 68);
+    smaller(in_bf16.memory().kv, drafted.memory().kv);
+    smaller(in_bf16.round_bytes(1000).kv, drafted.round_bytes(1000).kv);
+    smaller(in_bf16.page_bytes() as u64, drafted.page_bytes() as u64);
+    let pages = drafted.memory().kv / drafted.page_bytes() as u64;
+    assert_eq!(pages, 2056u64.div_ceil(64), "all pages and nothing else");
+}
+
+#[test]
+fn a_device_without_kernels_for_int8_pages_refuses_them() {
+    let card = ops::kernel::Card { arch: 90, sms: 132, shared: 227 << 10 };
+    for (dev, kv, able) in [
+        (DryRun::on_card(card), KvDtype::Int8, false),
+        (DryRun::on_card(card), KvDtype::Bf16, true),
+        (DryRun::new(ops::ActDtype::I8), KvDtype::Int8, true),
+    ] {
+        let options = EngineOptions { kv, ..EngineOptions::default() };
+        let built = common::engine_on(dev, With::None, options);
+        match built {
+            Ok(_) => assert!(able),
+            Err(why) => {
+                assert!(!able && why.contains("int8") && why.contains("--kv bf16"), "{why}")
+            }
         }
     }
 }

@@ -172,3 +172,37 @@ fn a_bad_request_fails_alone() {
     assert_eq!(submit(&*service, late).wait().done().finish, Finish::Deadline);
     assert_eq!((service.health(), service.stats().failed), (Health::Serving, 4));
 }
+
+/// A conversation of its own asks the device whether it still works, as lanes do: what the host took the device to
+/// hold before the failure is forgotten. Here that is a step that the failed round has moved.
+#[test]
+fn a_session_goes_on_after_a_failed_round() {
+    let (first, tokens) = (prompts(1)[0][0], 12);
+    let second = want(&[first], 1)[0];
+    let right = want(&[second], tokens);
+    for ahead in [false, true] {
+        let wrong = Wrong::nothing();
+        let dev = Faulty::new(Host::new(Isa::detect(), 2), Arc::clone(&wrong));
+        let options = EngineOptions { context: 1024, ahead, ..EngineOptions::default() };
+        let mut engine = engine_on(dev, With::None, options).expect("memory");
+        let mut session = Session::new(0);
+        let mut run = |prompt: u32, tokens: usize| {
+            session.begin(&mut engine, request(&[prompt], tokens, greedy()), &|| false)?;
+            let mut all = Vec::new();
+            loop {
+                let (new, ended) = session.next(&mut engine)?;
+                all.extend_from_slice(new);
+                if ended.is_some() {
+                    return Ok::<_, engine::EngineError>(all);
+                }
+            }
+        };
+        assert_eq!(run(first, 1).expect("no faults"), [second]);
+        wrong.after(5);
+        let error = run(second, tokens).expect_err("a fault").to_string();
+        assert!(error.contains("as asked for"), "{error}");
+        assert_eq!(run(second, tokens).expect("no faults"), right, "ahead {ahead}");
+        wrong.lost.store(true, Ordering::SeqCst);
+        assert!(run(first, 1).expect_err("lost").to_string().contains("the device is lost"));
+    }
+}

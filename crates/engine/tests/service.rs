@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use common::served::{Asked, PATIENCE, ask, endless, service, submit};
 use common::{With, answer, engine, engine_with, greedy, prompts, request, sampler};
-use engine::service::{CachePolicy, Constraint, Event, Finish, Health, Refusal, Service};
+use engine::service::{CachePolicy, Constraint, Event, Finish, Health, Refusal, Request, Service};
 use engine::{EngineOptions, SamplingOptions, ServiceOptions, Session, serve};
 
 fn lanes(slots: usize) -> EngineOptions {
@@ -289,4 +289,25 @@ fn drafters_on_the_host_are_one_for_each_lane() {
         proposed += got.done().proposed;
     }
     assert!(proposed > 0, "nothing was ever proposed");
+}
+
+/// More lanes than one published copy has room for the likeliest tokens of.
+#[test]
+fn sixty_lanes_get_their_log_probabilities() {
+    const LANES: usize = 60;
+    let options = EngineOptions { context: 64, slots: LANES, ..EngineOptions::default() };
+    let service = service(true, options, ServiceOptions::default());
+    let asked = |i: usize| {
+        let prompt = [50 + i as u32];
+        let logprobs = Some(20);
+        Request { logprobs, stop_tokens: Vec::new(), ..ask(&prompt, 4, greedy()) }
+    };
+    let all: Vec<Asked> = (0..LANES).map(|i| submit(&*service, asked(i))).collect();
+    let answers: Vec<_> = all.into_iter().map(Asked::wait).collect();
+    // Those that a batch of all had in its last parts, too.
+    for i in [0, 1, 30, 50, 52, 58, 59] {
+        let alone = submit(&*service, asked(i)).wait();
+        assert_eq!(answers[i].tokens, alone.tokens, "lane {i}");
+        assert!(alone.tokens.iter().all(|t| t.logprob.is_some() && t.alternatives.len() == 20));
+    }
 }

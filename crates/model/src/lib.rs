@@ -34,7 +34,7 @@ pub use names::Logical;
 pub use origin::{DraftSource, TargetSource};
 pub use scratch::{AttentionScratch, GdnScratch, MlpScratch, Scratch, ScratchShape};
 pub use source::{FloatDtype, Matrix, Source};
-pub use state::{Cell, Lane, PageShape, State, StateShape, copy_page, page_bytes, page_table};
+pub use state::{Cell, Lane, PageShape, State, StateShape, copy_page, page_table};
 pub use target::{
     AttentionShape, AttentionWeights, GdnWeights, Layer, Mixer, Mlp, Target, forward, take_up,
 };

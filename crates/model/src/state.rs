@@ -1,7 +1,7 @@
 //! What a lane remembers: pages of keys and values, and recurrent cells.
 
 use ops::gdn_prepare::CONV_TAPS;
-use ops::{Buf, Device, DeviceError, GatedDelta, GdnGeometry, KvPool, LaneStep, PAGE_TOKENS};
+use ops::{Buf, Device, DeviceError, GatedDelta, GdnGeometry, KvDtype, KvPool, LaneStep};
 
 use crate::target::Target;
 
@@ -35,12 +35,14 @@ pub struct PageShape {
     pub max_pages: usize,
     /// Pages that exist.
     pub pages: usize,
+    /// How keys and values are stored, the draft's too: a page is a page.
+    pub kv: KvDtype,
 }
 
 impl PageShape {
-    /// As many pages as the lanes can fill.
+    /// As many pages as the lanes can fill, in bf16.
     pub fn full(slots: usize, max_pages: usize) -> PageShape {
-        PageShape { slots, max_pages, pages: slots * max_pages }
+        PageShape { slots, max_pages, pages: slots * max_pages, kv: KvDtype::Bf16 }
     }
 }
 
@@ -106,16 +108,11 @@ pub fn copy_page<'a>(
     from: u32,
     to: u32,
 ) {
-    for (pool, bytes) in pools.map(|pool| (pool, page_bytes(pool))) {
+    for (pool, bytes) in pools.map(|pool| (pool, pool.page_bytes())) {
         for buf in [pool.keys, pool.values] {
             dev.copy(buf.rows(from as usize, 1, bytes), buf.rows(to as usize, 1, bytes));
         }
     }
-}
-
-/// Bytes of one page's keys, or values, in a pool.
-pub fn page_bytes(pool: &KvPool) -> usize {
-    2 * pool.kv_heads * pool.block()
 }
 
 /// Pools for `layers` attention layers.
@@ -126,12 +123,13 @@ pub(crate) fn kv_pools(
     (kv_heads, head_dim): (usize, usize),
     shape: &PageShape,
 ) -> Result<Vec<KvPool>, DeviceError> {
-    let (bytes, max_pages) = (2 * shape.pages * kv_heads * PAGE_TOKENS * head_dim, shape.max_pages);
+    let (dtype, max_pages) = (shape.kv, shape.max_pages);
+    let bytes = shape.pages * kv_heads * dtype.block_bytes(head_dim);
     (0..layers)
         .map(|_| {
             let keys = dev.alloc(bytes, "keys")?;
             let values = dev.alloc(bytes, "values")?;
-            Ok(KvPool { keys, values, table, max_pages, kv_heads, head_dim })
+            Ok(KvPool { keys, values, table, max_pages, kv_heads, head_dim, dtype })
         })
         .collect()
 }

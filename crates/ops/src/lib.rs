@@ -17,6 +17,7 @@ mod act;
 mod chain;
 mod device;
 mod geometry;
+mod kv;
 mod op;
 mod pool;
 mod sampling;
@@ -66,6 +67,7 @@ pub use device::{
     Counted, Counters, Device, DeviceError, DeviceInfo, Diff, Difference, DryRun, Fill, Host,
     HostMode, OpCount, PUBLISHED, PUBLISHED_BYTES, Trace,
 };
+pub use kv::{KvDtype, KvPool};
 pub use op::{Access, Binding, Bindings, Buf, Cost, Elements, Mem, Op, Unsupported};
 pub use pool::Pool;
 pub use propose::{Propose, Selector};
@@ -73,7 +75,7 @@ pub use rms_norm::RmsNorm;
 pub use sampling::{
     LogitBias, MAX_STOPS, ONE, Proposals, Rule, SamplerParams, TOKEN_IN_PROMPT, count_tokens,
 };
-pub use step::{KvPool, LaneStep, Lanes, PAGE_TOKENS};
+pub use step::{LaneStep, Lanes, PAGE_TOKENS};
 pub use top_k::TopK;
 pub use weight::{Codes, Format, IQ4_TABLE, ScaleDtype, TileOrder, Weight};
 

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 pub use crate::device::Mem;
 use crate::kernel::{Card, Plan};
-use crate::{Act, Cpu};
+use crate::{Act, Cpu, KvDtype, KvPool};
 
 /// A range of one device allocation. Copied freely; owns nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -69,12 +69,27 @@ pub enum Elements {
     F32,
     /// `bf16`.
     Bf16,
+    /// Blocks of `codes` int8 values, each followed by an f32 scale for each of [`PAGE_TOKENS`](crate::PAGE_TOKENS) positions.
+    Int8Pages {
+        /// Values of a block.
+        codes: usize,
+    },
     /// Whole numbers, and records of 32-bit words that have only one right value.
     U32,
     /// Activation rows.
     Act(Act),
     /// Working memory: what an op leaves there is its own business.
     Scratch,
+}
+
+impl Elements {
+    /// Those of a pool's keys, and of its values.
+    pub fn pages(kv: &KvPool) -> Elements {
+        match kv.dtype {
+            KvDtype::Bf16 => Elements::Bf16,
+            KvDtype::Int8 => Elements::Int8Pages { codes: kv.block() },
+        }
+    }
 }
 
 /// One buffer of an op.

@@ -2,11 +2,11 @@
 //!
 //! `THCACHE1`, kind u32, key of 32 bytes, length u64, payload, SHA-256 of all before; little endian.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
-use std::path::Path;
+use std::io;
 
 use sha2::{Digest, Sha256};
+
+use super::files::Files;
 
 /// Names a file.
 pub(crate) type Key = [u8; 32];
@@ -45,8 +45,7 @@ pub(super) fn name(kind: Kind, key: &Key) -> String {
 }
 
 /// The key in a file's name.
-pub(super) fn key_of(path: &Path, kind: Kind) -> Option<Key> {
-    let name = path.file_name()?.to_str()?;
+pub(super) fn key_of(name: &str, kind: Kind) -> Option<Key> {
     let hex = name.strip_suffix(kind.suffix())?.strip_suffix('.')?;
     let mut key = [0; 32];
     if hex.len() != 64 || !hex.is_ascii() {
@@ -73,22 +72,16 @@ fn header(kind: Kind, key: &Key, payload: usize) -> [u8; HEADER] {
 }
 
 /// Writes a file as a whole or not at all.
-pub(super) fn write(folder: &Path, kind: Kind, key: &Key, payload: &[u8]) -> io::Result<()> {
-    let (path, header) = (folder.join(name(kind, key)), header(kind, key, payload.len()));
-    let draft = path.with_extension("tmp");
-    let mut file = File::create(&draft)?;
-    file.write_all(&header)?;
-    file.write_all(payload)?;
-    file.write_all(&hash(&[&header, payload]))?;
-    drop(file);
-    fs::rename(&draft, &path)
+pub(super) fn write(files: &dyn Files, kind: Kind, key: &Key, payload: &[u8]) -> io::Result<()> {
+    let header = header(kind, key, payload.len());
+    files.write(&name(kind, key), &[&header, payload, &hash(&[&header, payload])])
 }
 
 /// Reads a file's payload if all of it is right.
-pub(super) fn read(folder: &Path, kind: Kind, key: &Key) -> Result<Vec<u8>, String> {
-    let path = folder.join(name(kind, key));
-    let wrong = |what: &str| format!("{}: {what}", path.display());
-    let bytes = fs::read(&path).map_err(|error| wrong(&error.to_string()))?;
+pub(super) fn read(files: &dyn Files, kind: Kind, key: &Key) -> Result<Vec<u8>, String> {
+    let name = name(kind, key);
+    let wrong = |what: &str| format!("{}: {what}", files.place(&name));
+    let bytes = files.read(&name, usize::MAX).map_err(|error| wrong(&error.to_string()))?;
     let payload = bytes.len().checked_sub(HEADER + SUM).ok_or_else(|| wrong("too short"))?;
     let (head, sum) = bytes.split_at(HEADER + payload);
     if head[..HEADER] != header(kind, key, payload) {
@@ -101,9 +94,18 @@ pub(super) fn read(folder: &Path, kind: Kind, key: &Key) -> Result<Vec<u8>, Stri
 }
 
 /// The first bytes of a file's payload, unchecked.
-pub(super) fn peek(path: &Path, key: &Key, kind: Kind, most: usize) -> Option<Vec<u8>> {
-    let mut start = Vec::new();
-    File::open(path).ok()?.take((HEADER + most) as u64).read_to_end(&mut start).ok()?;
+pub(super) fn peek(files: &dyn Files, key: &Key, kind: Kind, most: usize) -> Option<Vec<u8>> {
+    let mut start = files.read(&name(kind, key), HEADER + most).ok()?;
     let head = start.get(..HEADER - 8)?;
     (head == &header(kind, key, 0)[..HEADER - 8]).then(|| start.split_off(HEADER))
+}
+
+/// A file with another payload and a checksum that is right: what no reader can tell from what was written.
+#[cfg(test)]
+pub(crate) fn forge(file: &[u8], change: impl FnOnce(&mut [u8])) -> Option<Vec<u8>> {
+    let mut bytes = file.get(..file.len().checked_sub(SUM)?)?.to_vec();
+    change(bytes.get_mut(HEADER..)?);
+    let sum = hash(&[&bytes]);
+    bytes.extend_from_slice(&sum);
+    Some(bytes)
 }

@@ -1,14 +1,14 @@
 //! What lies in the folder.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-use std::time::SystemTime;
-use std::{fs, io};
+use std::io;
+use std::sync::Arc;
 
 use ops::PAGE_TOKENS;
 
+use super::Stored;
 use super::blob::{self, Key, Kind};
-use super::{DiskOptions, Stored};
+use super::files::Files;
 use crate::service::CachePolicy;
 
 /// Longest text of a checkpoint: what its file says about its length is not believed beyond.
@@ -31,7 +31,7 @@ struct PageFile {
 
 #[derive(Debug)]
 pub(super) struct Index {
-    folder: PathBuf,
+    files: Arc<dyn Files>,
     fingerprint: Key,
     quota: u64,
     entries: HashMap<Key, Entry>,
@@ -54,24 +54,26 @@ fn page_keys(fingerprint: &Key, text: &[u32], exact_until: usize) -> Vec<Key> {
 }
 
 impl Index {
-    pub(super) fn open(options: &DiskOptions) -> io::Result<Index> {
-        let fingerprint = blob::hash(&[options.fingerprint.as_bytes()]);
-        let hex: String = fingerprint[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-        let folder = options.dir.join(hex);
-        fs::create_dir_all(&folder)?;
+    /// Looks through the files. `make_way` is told how many bytes they have, before the quota is looked at.
+    pub(super) fn open(
+        files: Arc<dyn Files>,
+        fingerprint: Key,
+        quota: u64,
+        make_way: impl FnOnce(u64) -> io::Result<()>,
+    ) -> io::Result<Index> {
         let mut index = Index {
-            folder,
+            files,
             fingerprint,
-            quota: options.quota,
+            quota,
             entries: HashMap::new(),
             pages: HashMap::new(),
             bytes: 0,
             clock: 0,
         };
         index.scan()?;
-        index.make_way_for_this(&options.dir)?;
+        make_way(index.bytes)?;
         let gone = index.shrink(None);
-        gone.iter().for_each(|path| remove(path));
+        gone.iter().for_each(|name| index.files.remove(name));
         Ok(index)
     }
 
@@ -79,60 +81,29 @@ impl Index {
     fn scan(&mut self) -> io::Result<()> {
         let mut sizes = HashMap::new();
         let mut states = Vec::new();
-        for file in fs::read_dir(&self.folder)? {
-            let file = file?;
-            let path = file.path();
-            let meta = file.metadata()?;
-            if let Some(key) = blob::key_of(&path, Kind::Page) {
-                sizes.insert(key, meta.len());
-            } else if let Some(key) = blob::key_of(&path, Kind::State) {
-                let used = meta.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                states.push((used, key, path, meta.len()));
+        for file in self.files.list()? {
+            if let Some(key) = blob::key_of(&file.name, Kind::Page) {
+                sizes.insert(key, file.bytes);
+            } else if let Some(key) = blob::key_of(&file.name, Kind::State) {
+                states.push((file.used, key, file.bytes));
             } else {
-                remove(&path);
+                self.files.remove(&file.name);
             }
         }
-        states.sort();
-        for (_, key, path, bytes) in states {
-            let text = peek_text(&path, &key, &self.fingerprint);
+        states.sort_unstable();
+        for (_, key, bytes) in states {
+            let text = peek_text(&*self.files, &key, &self.fingerprint);
             let entry = text.map(|(text, exact_until)| {
                 let pages = page_keys(&self.fingerprint, &text, exact_until);
                 Entry { text, exact_until, pages, bytes, used: 0 }
             });
             match entry.filter(|entry| entry.pages.iter().all(|page| sizes.contains_key(page))) {
                 Some(entry) => self.insert(key, entry, |page| sizes[page]),
-                None => remove(&path),
+                None => self.files.remove(&blob::name(Kind::State, &key)),
             }
         }
         let orphans = sizes.keys().filter(|key| !self.pages.contains_key(*key));
-        orphans.for_each(|key| remove(&self.path(Kind::Page, key)));
-        Ok(())
-    }
-
-    /// Folders of other fingerprints are deleted, oldest first, as long as all together are too much.
-    fn make_way_for_this(&self, dir: &Path) -> io::Result<()> {
-        let mut others = Vec::new();
-        for entry in fs::read_dir(dir)? {
-            let path = entry?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let ours = name.len() == 16 && name.bytes().all(|b| b.is_ascii_hexdigit());
-            if path != self.folder && ours && path.is_dir() {
-                let used = fs::metadata(&path).and_then(|meta| meta.modified());
-                let files = fs::read_dir(&path)?.flatten();
-                let bytes: u64 = files.filter_map(|f| f.metadata().ok()).map(|m| m.len()).sum();
-                others.push((used.unwrap_or(SystemTime::UNIX_EPOCH), path, bytes));
-            }
-        }
-        others.sort();
-        let mut all = self.bytes + others.iter().map(|(.., bytes)| bytes).sum::<u64>();
-        for (_, path, bytes) in others {
-            if all <= self.quota {
-                break;
-            }
-            // What can't be deleted is not ours to worry about.
-            let _ = fs::remove_dir_all(path);
-            all -= bytes;
-        }
+        orphans.for_each(|key| self.files.remove(&blob::name(Kind::Page, key)));
         Ok(())
     }
 
@@ -151,20 +122,8 @@ impl Index {
         self.entries.insert(key, entry);
     }
 
-    pub(super) fn folder(&self) -> &Path {
-        &self.folder
-    }
-
-    pub(super) fn fingerprint(&self) -> Key {
-        self.fingerprint
-    }
-
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    fn path(&self, kind: Kind, key: &Key) -> PathBuf {
-        self.folder.join(blob::name(kind, key))
     }
 
     fn state_key(&self, text: &[u32], exact_until: usize) -> Key {
@@ -209,7 +168,7 @@ impl Index {
 
     /// Makes room for a checkpoint and notes it. Returns its key, its pages' keys, and the files to
     /// delete; `None` if it can never fit or is there.
-    pub(super) fn add(&mut self, stored: &Stored) -> Option<(Key, Vec<Key>, Vec<PathBuf>)> {
+    pub(super) fn add(&mut self, stored: &Stored) -> Option<(Key, Vec<Key>, Vec<String>)> {
         let key = self.state_key(&stored.text, stored.exact_until);
         let pages = page_keys(&self.fingerprint, &stored.text, stored.exact_until);
         let payload = state_payload_bytes(stored);
@@ -233,7 +192,7 @@ impl Index {
     }
 
     /// Forgets checkpoints, the least recently used first, until the quota holds.
-    fn shrink(&mut self, spared: Option<&Key>) -> Vec<PathBuf> {
+    fn shrink(&mut self, spared: Option<&Key>) -> Vec<String> {
         let mut gone = Vec::new();
         while self.bytes > self.quota {
             let others = self.entries.iter().filter(|(key, _)| Some(*key) != spared);
@@ -246,18 +205,25 @@ impl Index {
         gone
     }
 
+    /// Forgets every checkpoint that needs a page. Returns the files that nobody needs any more.
+    pub(super) fn remove_page(&mut self, page: &Key) -> Vec<String> {
+        let entries = self.entries.iter().filter(|(_, entry)| entry.pages.contains(page));
+        let keys: Vec<Key> = entries.map(|(key, _)| *key).collect();
+        keys.iter().flat_map(|key| self.remove(key)).collect()
+    }
+
     /// Forgets a checkpoint. Returns the files that nobody needs any more.
-    pub(super) fn remove(&mut self, key: &Key) -> Vec<PathBuf> {
+    pub(super) fn remove(&mut self, key: &Key) -> Vec<String> {
         let Some(entry) = self.entries.remove(key) else { return Vec::new() };
         self.bytes -= entry.bytes;
-        let mut gone = vec![self.path(Kind::State, key)];
+        let mut gone = vec![blob::name(Kind::State, key)];
         for page in &entry.pages {
             let Some(file) = self.pages.get_mut(page) else { continue };
             file.entries -= 1;
             if file.entries == 0 {
                 self.bytes -= file.bytes;
                 self.pages.remove(page);
-                gone.push(self.path(Kind::Page, page));
+                gone.push(blob::name(Kind::Page, page));
             }
         }
         gone
@@ -302,15 +268,10 @@ pub(super) fn parse_state(payload: &[u8], fingerprint: &Key) -> Option<Stored> {
     Some(Stored { text, exact_until, snapshot, pages: Vec::new(), tail })
 }
 
-fn peek_text(path: &Path, key: &Key, fingerprint: &Key) -> Option<(Vec<u32>, usize)> {
-    let start = blob::peek(path, key, Kind::State, 48)?;
+fn peek_text(files: &dyn Files, key: &Key, fingerprint: &Key) -> Option<(Vec<u32>, usize)> {
+    let start = blob::peek(files, key, Kind::State, 48)?;
     let len = u64::from_le_bytes(*start.get(40..48)?.first_chunk()?);
     let len = usize::try_from(len).ok().filter(|&len| len <= MOST_TOKENS)?;
-    let start = blob::peek(path, key, Kind::State, 48 + 4 * len)?;
+    let start = blob::peek(files, key, Kind::State, 48 + 4 * len)?;
     text_of(&start, fingerprint).map(|(text, exact_until, _)| (text, exact_until))
-}
-
-/// What can't be deleted is found again at the next start.
-fn remove(path: &Path) {
-    let _ = fs::remove_file(path);
 }

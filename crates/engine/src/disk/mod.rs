@@ -9,20 +9,29 @@
 //! The index lives on the engine's thread; files are read and written on another.
 
 mod blob;
+pub(crate) mod files;
 mod index;
 #[cfg(test)]
 mod tests;
 mod thread;
 
+use std::fs::{self, File, TryLockError};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+#[cfg(test)]
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::service::CachePolicy;
 pub(crate) use blob::Key;
+#[cfg(test)]
+pub(crate) use blob::forge;
+use files::{Files, Folder};
 use index::Index;
-use thread::{Outcome, Work};
+use thread::{Outcome, Work, Wrong};
 
 /// Where checkpoints are kept on disk, and how many.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,30 +68,72 @@ pub(crate) struct Disk {
     index: Index,
     work: SyncSender<Work>,
     outcomes: Receiver<Outcome>,
-    thread: Option<std::thread::JoinHandle<()>>,
+    hands: Hands,
     write_rate: u64,
     /// Bytes that may be written now, as of this time.
     allowance: (u64, Duration),
     error: Option<String>,
+    /// Held as long as this is: see [`lock`].
+    _lock: Option<File>,
+}
+
+/// Who reads and writes files.
+#[derive(Debug)]
+enum Hands {
+    Thread(Option<JoinHandle<()>>),
+    /// A test, as long as this is true.
+    #[cfg(test)]
+    Test(Arc<AtomicBool>),
 }
 
 impl Disk {
     /// Looks through the folder. Files of other fingerprints go first where the quota is short.
     ///
     /// # Errors
-    /// The folder can't be made or read.
+    /// The folder can't be made or read, or another process has it.
     pub(crate) fn open(options: &DiskOptions) -> io::Result<Disk> {
-        let index = Index::open(options)?;
+        let lock = lock(&options.dir)?;
+        let fingerprint = blob::hash(&[options.fingerprint.as_bytes()]);
+        let hex: String = fingerprint[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let folder = options.dir.join(hex);
+        fs::create_dir_all(&folder)?;
+        let files: Arc<dyn Files> = Arc::new(Folder(folder.clone()));
+        let index = Index::open(Arc::clone(&files), fingerprint, options.quota, |bytes| {
+            files::make_way(&options.dir, &folder, bytes, options.quota)
+        })?;
         let (work, requests) = sync_channel(QUEUE);
         let (results, outcomes) = sync_channel(2 * QUEUE);
         let builder = std::thread::Builder::new().name("cache-disk".to_owned());
-        let folder = index.folder().to_owned();
-        let fingerprint = index.fingerprint();
         let thread =
-            builder.spawn(move || thread::run(&folder, &fingerprint, &requests, &results))?;
-        let (write_rate, thread) = (options.write_rate, Some(thread));
+            builder.spawn(move || thread::run(&*files, &fingerprint, &requests, &results))?;
+        let hands = Hands::Thread(Some(thread));
+        let (write_rate, lock) = (options.write_rate, Some(lock));
         let allowance = (burst(write_rate), Duration::ZERO);
-        Ok(Disk { index, work, outcomes, thread, write_rate, allowance, error: None })
+        Ok(Disk { index, work, outcomes, hands, write_rate, allowance, error: None, _lock: lock })
+    }
+
+    /// A disk of files without a thread: the test does its work when it likes.
+    #[cfg(test)]
+    pub(crate) fn by_hand(
+        files: Arc<dyn Files>,
+        quota: u64,
+        write_rate: u64,
+    ) -> io::Result<(Disk, Hand)> {
+        let fingerprint = blob::hash(&[b"test"]);
+        let index = Index::open(Arc::clone(&files), fingerprint, quota, |_| Ok(()))?;
+        let (work, requests) = sync_channel(QUEUE);
+        let (results, outcomes) = sync_channel(2 * QUEUE);
+        let alive = Arc::new(AtomicBool::new(true));
+        let hand = Hand {
+            files,
+            fingerprint,
+            work: requests,
+            outcomes: results,
+            alive: Arc::clone(&alive),
+        };
+        let allowance = (burst(write_rate), Duration::ZERO);
+        let (hands, error) = (Hands::Test(alive), None);
+        Ok((Disk { index, work, outcomes, hands, write_rate, allowance, error, _lock: None }, hand))
     }
 
     /// The longest checkpoint that a prompt begins with, and its length.
@@ -111,25 +162,34 @@ impl Disk {
         loop {
             match self.outcomes.try_recv() {
                 Ok(Outcome::Loaded(key, stored)) => return Some((key, Some(*stored))),
-                Ok(Outcome::Damaged(key, why)) => {
-                    self.error = Some(why);
-                    let gone = self.index.remove(&key);
-                    self.delete(gone);
+                Ok(Outcome::Damaged(key, wrong)) => {
+                    self.forget(&key, wrong);
                     return Some((key, None));
                 }
-                Ok(Outcome::NotWritten(key, why)) => {
-                    self.error = Some(why);
-                    let gone = self.index.remove(&key);
-                    self.delete(gone);
-                }
+                Ok(Outcome::NotWritten(key, wrong)) => self.forget(&key, wrong),
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return None,
             }
         }
     }
 
+    /// A checkpoint is no good, nor is any other that needs the same page: whoever comes by that text next
+    /// writes it anew.
+    fn forget(&mut self, key: &Key, wrong: Wrong) {
+        self.error = Some(wrong.why);
+        let mut gone = self.index.remove(key);
+        if let Some(page) = wrong.page {
+            gone.extend(self.index.remove_page(&page));
+        }
+        self.delete(gone);
+    }
+
     /// Whether the thread still works.
     pub(crate) fn is_alive(&self) -> bool {
-        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+        match &self.hands {
+            Hands::Thread(thread) => thread.as_ref().is_some_and(|thread| !thread.is_finished()),
+            #[cfg(test)]
+            Hands::Test(alive) => alive.load(Ordering::Relaxed),
+        }
     }
 
     /// Whether so many bytes may be written now.
@@ -156,7 +216,7 @@ impl Disk {
         }
     }
 
-    fn delete(&mut self, files: Vec<PathBuf>) {
+    fn delete(&mut self, files: Vec<String>) {
         if !files.is_empty() {
             // If the thread is behind, the files are found to be orphans at the next start.
             let _ = self.work.try_send(Work::Delete(files));
@@ -174,12 +234,46 @@ impl Disk {
     }
 }
 
+/// Does the work of the thread, one piece at a time.
+#[cfg(test)]
+pub(crate) struct Hand {
+    files: Arc<dyn Files>,
+    fingerprint: Key,
+    work: Receiver<Work>,
+    outcomes: SyncSender<Outcome>,
+    alive: Arc<AtomicBool>,
+}
+
+#[cfg(test)]
+impl Hand {
+    /// Returns whether there was anything to do.
+    pub(crate) fn step(&self) -> bool {
+        let Ok(work) = self.work.try_recv() else { return false };
+        if let Some(outcome) = thread::perform(work, &*self.files, &self.fingerprint) {
+            // Nobody listens once the disk is closed; what is to be written then still is.
+            let _ = self.outcomes.try_send(outcome);
+        }
+        true
+    }
+
+    /// From now on nothing is done any more.
+    pub(crate) fn die(&self) {
+        self.alive.store(false, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Relaxed)
+    }
+}
+
 impl Drop for Disk {
     /// What was to be written is.
     fn drop(&mut self) {
         let (closed, _) = sync_channel(1);
         self.work = closed;
-        if let Some(thread) = self.thread.take() {
+        if let Hands::Thread(thread) = &mut self.hands
+            && let Some(thread) = thread.take()
+        {
             // Outcomes would make the thread wait if nobody took them.
             while !thread.is_finished() {
                 while self.outcomes.try_recv().is_ok() {}
@@ -187,6 +281,26 @@ impl Drop for Disk {
             }
             let _ = thread.join();
         }
+    }
+}
+
+/// Takes the folder for this process, with all fingerprints in it: to make room, folders of others are deleted. Two
+/// processes would each delete what the other's index says is there. The second goes on without a disk
+/// tier, since a cache is no reason not to answer.
+fn lock(dir: &Path) -> io::Result<File> {
+    fs::create_dir_all(dir)?;
+    let path = dir.join("lock");
+    let file = File::options().create(true).truncate(false).write(true).open(&path)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            let why = "another process keeps its prefix cache here; give each its own --cache-dir";
+            Err(io::Error::new(io::ErrorKind::ResourceBusy, why))
+        }
+        Err(TryLockError::Error(error)) => Err(io::Error::new(
+            error.kind(),
+            format!("{} can't be locked: {error}", path.display()),
+        )),
     }
 }
 

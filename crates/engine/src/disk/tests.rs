@@ -23,6 +23,7 @@ impl Folder {
 
     fn files(&self) -> Vec<PathBuf> {
         let folders = fs::read_dir(&self.0).expect("the folder").flatten();
+        let folders = folders.filter(|folder| folder.path().is_dir());
         let files = folders.flat_map(|folder| fs::read_dir(folder.path()).expect("a folder"));
         let mut files: Vec<PathBuf> = files.flatten().map(|file| file.path()).collect();
         files.sort();
@@ -155,6 +156,60 @@ fn a_damaged_file_is_a_miss() {
     fs::remove_file(state.expect("a state")).expect("removed");
     drop(Disk::open(&folder.options(1 << 20)).expect("a folder"));
     assert_eq!(folder.files().len(), 0);
+}
+
+/// A page that many checkpoints need is damaged: all of them are forgotten, so that none is found in vain and
+/// whoever keeps such a text next writes the page anew.
+#[test]
+fn a_damaged_page_takes_all_with_it_that_need_it() {
+    let folder = Folder::new("shared-damage");
+    let texts = [text(0, 128, 200), text(1, 128, 200), text(2, 64, 150)];
+    let first = {
+        let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+        keep(&mut disk, &texts[0][..128], 128);
+        drop(disk);
+        folder.files()
+    };
+    for end in 0..2 {
+        let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+        texts.iter().for_each(|text| keep(&mut disk, text, 200));
+        drop(disk);
+        let mut pages = first.iter().filter(|f| f.extension().is_some_and(|e| e == "page"));
+        let page = pages.nth(end).expect("two pages");
+        let mut bytes = fs::read(page).expect("a file");
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(page, bytes).expect("written");
+        let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+        let found = |disk: &Disk, i: usize| {
+            disk.find(&[&texts[i][..], &[9]].concat(), CachePolicy::Shared).map(|(key, _)| key)
+        };
+        let key = found(&disk, 0).expect("not known to be damaged yet");
+        assert_eq!(load(&mut disk, key), None);
+        // Whichever page it was, the first two texts have it; if it is the first, all have.
+        assert_eq!((found(&disk, 0), found(&disk, 1)), (None, None));
+        texts.iter().for_each(|text| keep(&mut disk, text, 200));
+        drop(disk);
+        let mut disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+        for (i, text) in texts.iter().enumerate() {
+            let key = found(&disk, i).expect("written anew");
+            assert_eq!(load(&mut disk, key), Some(stored(text, 200, &[])), "text {i}");
+        }
+    }
+}
+
+#[test]
+fn two_processes_do_not_share_a_folder() {
+    let folder = Folder::new("lock");
+    let disk = Disk::open(&folder.options(1 << 20)).expect("a folder");
+    for fingerprint in ["one", "two"] {
+        let options =
+            DiskOptions { fingerprint: fingerprint.to_owned(), ..folder.options(1 << 20) };
+        let why = Disk::open(&options).expect_err("in use").to_string();
+        assert!(why.contains("--cache-dir"), "{why}");
+    }
+    drop(disk);
+    assert!(Disk::open(&folder.options(1 << 20)).is_ok(), "it goes with its process");
 }
 
 #[test]

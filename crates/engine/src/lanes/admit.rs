@@ -23,6 +23,7 @@ impl<M: Machine> Core<M> {
     /// Gives waiting jobs lanes, as many as there are lanes and pages for. Returns whether any got one.
     pub(super) fn admit(&mut self, clock: Clock<'_>) -> Result<bool, Lost> {
         let mut any = false;
+        self.lanes.iter_mut().flatten().for_each(|running| running.lent = None);
         while let Some(slot) = self.lanes.iter().position(Option::is_none) {
             let Some((at, found)) = self.next_waiting() else { break };
             let job = &self.waiting[at];
@@ -56,9 +57,11 @@ impl<M: Machine> Core<M> {
     }
 
     /// Whether a lane is about to compute a beginning of this job's prompt that the cache doesn't have
-    /// yet. That lane then takes a checkpoint where the two prompts part.
+    /// yet. That lane then takes a checkpoint where the two prompts part, and until then counts as no less important
+    /// than the job: else everyone between the two would come before both.
     fn is_held(&mut self, at: usize, cached: usize) -> bool {
         let Job { request, overtaken, .. } = &self.waiting[at];
+        let priority = request.priority;
         let policy = self.policy(request);
         let waited = *overtaken >= scheduler::OVERTAKING;
         if policy == CachePolicy::Off || !self.cache.is_on() || waited {
@@ -84,7 +87,9 @@ impl<M: Machine> Core<M> {
                     let behind = running.marks.partition_point(|&mark| mark > end);
                     running.marks.insert(behind, end);
                 }
-                return (running.lane.pos as usize) < end;
+                let held = (running.lane.pos as usize) < end;
+                running.lent = running.lent.max(held.then_some(priority));
+                return held;
             }
         }
         false
@@ -194,6 +199,7 @@ impl<M: Machine> Core<M> {
             accepted: 0,
             spoilt: false,
             broken: None,
+            lent: None,
         });
         match outcome {
             Err(error) => self.lanes_failed(&[slot], error),

@@ -8,7 +8,8 @@ use model::Lane;
 use crate::disk::Key;
 use crate::scheduler::Candidate;
 use crate::service::{
-    CacheSource, CacheUse, Done, Event, EventSink, Finish, Request, RequestError, RequestId,
+    CacheSource, CacheUse, Done, Event, EventSink, Finish, Priority, Request, RequestError,
+    RequestId,
 };
 
 /// A request that was taken.
@@ -98,6 +99,8 @@ pub(crate) struct Running {
     pub(crate) spoilt: bool,
     /// What its constraint complained of.
     pub(crate) broken: Option<String>,
+    /// The priority of the most important job that waits for what this one computes.
+    pub(crate) lent: Option<Priority>,
 }
 
 impl Running {
@@ -108,6 +111,12 @@ impl Running {
     /// Tokens emitted.
     pub(crate) fn emitted(&self) -> usize {
         self.text.len() - self.prompt_tokens()
+    }
+
+    /// For its prompt's next slice.
+    pub(crate) fn candidate(&self, remaining: usize) -> Candidate {
+        let own = self.job.candidate(remaining);
+        Candidate { priority: own.priority.max(self.lent.unwrap_or(own.priority)), ..own }
     }
 
     /// Prompt tokens that are still to be computed.

@@ -361,7 +361,7 @@ impl<M: Machine> Core<M> {
 
     fn candidates(&self, slots: &[u32]) -> Vec<scheduler::Candidate> {
         let running = slots.iter().filter_map(|&slot| self.lanes[slot as usize].as_ref());
-        running.map(|running| running.job.candidate(running.remaining())).collect()
+        running.map(|running| running.candidate(running.remaining())).collect()
     }
 
     /// Computes a slice of a lane's prompt.
@@ -417,7 +417,7 @@ impl<M: Machine> Core<M> {
 
     /// Counts that others were passed over for a slice of this lane.
     fn overtake(&mut self, slot: u32) {
-        let candidate = |running: &Running| running.job.candidate(0);
+        let candidate = |running: &Running| running.candidate(0);
         let Some(chosen) = self.lanes[slot as usize].as_ref().map(candidate) else { return };
         for running in self.lanes.iter_mut().flatten().filter(|r| r.phase == Phase::Prefill) {
             let overtaken = scheduler::overtakes(&chosen, &candidate(running));

@@ -9,7 +9,7 @@ use model::{
     Target, TargetSource, page_table,
 };
 use ops::simd::Isa;
-use ops::{ActDtype, Commit, Device, Host, HostMode, LaneStep, Lanes, PAGE_TOKENS};
+use ops::{ActDtype, Commit, Device, Host, HostMode, KvDtype, LaneStep, Lanes, PAGE_TOKENS};
 
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -55,13 +55,17 @@ impl Rig {
         Rig::on(dev, act, taps)
     }
 
-    pub fn on(mut dev: Host, act: ActDtype, taps: Option<Vec<usize>>) -> Rig {
+    pub fn on(dev: Host, act: ActDtype, taps: Option<Vec<usize>>) -> Rig {
+        Rig::with(dev, act, taps, KvDtype::Bf16)
+    }
+
+    pub fn with(mut dev: Host, act: ActDtype, taps: Option<Vec<usize>>, kv: KvDtype) -> Rig {
         let source = TargetSource::open(&root().join("models/th-tiny")).expect("target");
         let target = Target::load(&mut dev, &source, &mut |_| ()).expect("target weights");
         let path = root().join("models/th-tiny-dflash");
         let draft_source = DraftSource::open(&path, source.spec()).expect("draft");
         let draft = Draft::load(&mut dev, &draft_source, &mut |_| ()).expect("draft weights");
-        let pages = PageShape::full(1, MAX_PAGES);
+        let pages = PageShape { kv, ..PageShape::full(1, MAX_PAGES) };
         let table = page_table(&mut dev, &pages).expect("memory");
         let shape = StateShape::of(&target, BLOCK, pages, 1);
         let state = State::new(&mut dev, &shape, table).expect("memory");

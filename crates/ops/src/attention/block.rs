@@ -10,8 +10,9 @@
 //! Exponentials are powers of two of scores that are multiplied by log2 e along with the scale.
 //!
 //! Sums of values keep the order in which bf16 pairs widen: of each 32 elements first the even,
-//! then the odd ones ([`finish`] restores theirs).
+//! then the odd ones ([`finish`] restores theirs). Those of int8 values lie in order.
 
+use super::stored::Stored;
 use crate::PAGE_TOKENS;
 use crate::simd::{CACHE_LINE, LANES, Simd, math, prefetch};
 
@@ -42,13 +43,16 @@ pub(super) struct Seen {
 
 /// A head's keys and values of one page.
 #[derive(Clone, Copy)]
-pub(super) struct Block<'a> {
-    pub(super) keys: &'a [u16],
-    pub(super) values: &'a [u16],
+pub(super) struct Block<'a, K: Stored> {
+    pub(super) keys: &'a [K::Word],
+    pub(super) values: &'a [K::Word],
+    /// Of each key, and of each value; empty where nothing is scaled.
+    pub(super) key_scales: &'a [f32],
+    pub(super) value_scales: &'a [f32],
 }
 
-impl Block<'_> {
-    const LINE: usize = CACHE_LINE / size_of::<u16>();
+impl<K: Stored> Block<'_, K> {
+    const LINE: usize = CACHE_LINE / size_of::<K::Word>();
 
     /// Asks for all keys at once: for the first block, which nobody asked for ahead of time.
     #[inline(always)]
@@ -61,24 +65,24 @@ impl Block<'_> {
 
 /// The next block, asked for line by line while this one is computed: the machine's own prefetchers
 /// stop at every 4 KiB.
-struct Ahead<'a> {
-    next: Block<'a>,
+struct Ahead<'a, K: Stored> {
+    next: Block<'a, K>,
     /// Next element of the keys and of the values.
     at: usize,
     /// Lines of each for a step of [`score`].
     lines: usize,
 }
 
-impl<'a> Ahead<'a> {
+impl<'a, K: Stored> Ahead<'a, K> {
     /// Plans for a tile of so many queries.
-    fn new<S: Simd>(next: Block<'a>, queries: usize) -> Ahead<'a> {
+    fn new<S: Simd>(next: Block<'a, K>, queries: usize) -> Ahead<'a, K> {
         let walks = if S::REGISTERS < 32 {
             KEY_VECTORS * queries.div_ceil(rows::<S>())
         } else {
             2 * (queries / MAX_ROWS) + if queries % MAX_ROWS > WIDE_ROWS { 2 } else { 1 }
         };
-        // A walk takes head_dim / 2 steps; a block has 2 · head_dim lines of keys.
-        Ahead { next, at: 0, lines: 4usize.div_ceil(walks) }
+        // A walk takes head_dim / 2 steps; a block has head_dim lines of keys for each byte of an element.
+        Ahead { next, at: 0, lines: (2 * size_of::<K::Word>()).div_ceil(walks) }
     }
 
     #[inline(always)]
@@ -87,7 +91,7 @@ impl<'a> Ahead<'a> {
             for _ in 0..self.lines {
                 prefetch(self.next.keys.as_ptr().wrapping_add(self.at));
                 prefetch(self.next.values.as_ptr().wrapping_add(self.at));
-                self.at += Block::LINE;
+                self.at += Block::<K>::LINE;
             }
         }
     }
@@ -98,18 +102,18 @@ const fn rows<S: Simd>() -> usize {
     if S::REGISTERS >= 32 { MAX_ROWS } else { 6 }
 }
 
-/// Calls `$f::<S, n, …>` for a number of queries known only at run time.
+/// Calls `$f::<S, K, n>` for a number of queries known only at run time.
 macro_rules! for_rows {
-    ($n:expr, $f:ident::<$s:ident $(, $c:tt)*>($($arg:expr),*)) => {
+    ($n:expr, $f:ident::<$s:ident, $k:ident>($($arg:expr),*)) => {
         match $n {
-            1 => $f::<$s, 1 $(, $c)*>($($arg),*),
-            2 => $f::<$s, 2 $(, $c)*>($($arg),*),
-            3 => $f::<$s, 3 $(, $c)*>($($arg),*),
-            4 => $f::<$s, 4 $(, $c)*>($($arg),*),
-            5 => $f::<$s, 5 $(, $c)*>($($arg),*),
-            6 => $f::<$s, 6 $(, $c)*>($($arg),*),
-            7 => $f::<$s, 7 $(, $c)*>($($arg),*),
-            _ => $f::<$s, MAX_ROWS $(, $c)*>($($arg),*),
+            1 => $f::<$s, $k, 1>($($arg),*),
+            2 => $f::<$s, $k, 2>($($arg),*),
+            3 => $f::<$s, $k, 3>($($arg),*),
+            4 => $f::<$s, $k, 4>($($arg),*),
+            5 => $f::<$s, $k, 5>($($arg),*),
+            6 => $f::<$s, $k, 6>($($arg),*),
+            7 => $f::<$s, $k, 7>($($arg),*),
+            _ => $f::<$s, $k, MAX_ROWS>($($arg),*),
         }
     };
 }
@@ -125,12 +129,12 @@ pub(super) fn clear(partials: &mut [f32], stride: usize) {
 /// Takes a block into the partial results of `queries`. All slices have an entry per query;
 /// `partials` has `stride` f32 for each. `next` is the block that comes after.
 #[inline(always)]
-pub(super) fn take_block<S: Simd>(
+pub(super) fn take_block<S: Simd, K: Stored>(
     s: S,
     queries: &[&[f32]],
     seen: &[Seen],
-    block: Block,
-    next: Block,
+    block: Block<K>,
+    next: Block<K>,
     scale: f32,
     weights: &mut [[f32; PAGE_TOKENS]],
     partials: &mut [f32],
@@ -143,51 +147,55 @@ pub(super) fn take_block<S: Simd>(
     let mut ahead = Ahead::new::<S>(next, queries.len());
     let rows = rows::<S>();
     for (queries, weights) in queries.chunks(rows).zip(weights.chunks_mut(rows)) {
-        for_rows!(queries.len(), scores::<S>(s, queries, block.keys, range, &mut ahead, weights));
+        for_rows!(queries.len(), scores::<S, K>(s, queries, block, range, &mut ahead, weights));
     }
     for (i, partial) in partials.chunks_exact_mut(stride).enumerate() {
         soften(s, seen[i], scale, &mut weights[i], partial);
+        if K::SCALED {
+            scale_by(s, &mut weights[i], block.value_scales);
+        }
     }
     let tiles = partials.chunks_mut(rows * stride).zip(weights.chunks(rows)).zip(seen.chunks(rows));
     for ((partials, weights), seen) in tiles {
-        add_values(s, seen, block.values, weights, partials, stride);
+        add_values::<S, K>(s, seen, block.values, weights, partials, stride);
     }
 }
 
 /// Scores of R queries for a block of keys, at least those in `range`.
 #[inline(always)]
-fn scores<S: Simd, const R: usize>(
+fn scores<S: Simd, K: Stored, const R: usize>(
     s: S,
     queries: &[&[f32]],
-    keys: &[u16],
+    block: Block<K>,
     range: Seen,
-    ahead: &mut Ahead,
+    ahead: &mut Ahead<K>,
     out: &mut [[f32; PAGE_TOKENS]],
 ) {
     let (first, last) = (range.start / LANES, range.end.div_ceil(LANES));
     if S::REGISTERS < 32 {
         for v in first..last {
-            score::<S, R, 1>(s, queries, keys, ahead, v, out);
+            score::<S, K, R, 1>(s, queries, block, ahead, v, out);
         }
     } else if R <= WIDE_ROWS && last - first > KEY_VECTORS / 2 {
-        score::<S, R, 4>(s, queries, keys, ahead, 0, out);
+        score::<S, K, R, 4>(s, queries, block, ahead, 0, out);
     } else {
         for v in (first / 2 * 2..last).step_by(2) {
-            score::<S, R, 2>(s, queries, keys, ahead, v, out);
+            score::<S, K, R, 2>(s, queries, block, ahead, v, out);
         }
     }
 }
 
 /// Scores of R queries for C vectors of keys from vector `first` on.
 #[inline(always)]
-fn score<S: Simd, const R: usize, const C: usize>(
+fn score<S: Simd, K: Stored, const R: usize, const C: usize>(
     s: S,
     queries: &[&[f32]],
-    keys: &[u16],
-    ahead: &mut Ahead,
+    block: Block<K>,
+    ahead: &mut Ahead<K>,
     first: usize,
     out: &mut [[f32; PAGE_TOKENS]],
 ) {
+    let keys = block.keys;
     let count = keys.len() / (2 * PAGE_TOKENS);
     let mut pairs: [&[[f32; 2]]; R] = [&[]; R];
     for r in 0..R {
@@ -200,8 +208,7 @@ fn score<S: Simd, const R: usize, const C: usize>(
         let words = &keys[i * 2 * PAGE_TOKENS..][..2 * PAGE_TOKENS];
         for half in 0..2 {
             for c in 0..C {
-                let words = &words[2 * LANES * (first + c)..];
-                k[c] = if half == 0 { s.load_bf16_even(words) } else { s.load_bf16_odd(words) };
+                k[c] = K::key(s, words, half, LANES * (first + c));
             }
             for r in 0..R {
                 let q = s.splat(pairs[r][i][half]);
@@ -213,8 +220,19 @@ fn score<S: Simd, const R: usize, const C: usize>(
     }
     for r in 0..R {
         for c in 0..C {
-            s.store(sums[r][c], &mut out[r][LANES * (first + c)..]);
+            let at = LANES * (first + c);
+            let sum = sums[r][c];
+            let scaled = if K::SCALED { s.mul(sum, s.load(&block.key_scales[at..])) } else { sum };
+            s.store(scaled, &mut out[r][at..]);
         }
+    }
+}
+
+/// Multiplies weights by the scales of their values. What is unseen may become NaN: nobody looks at it.
+#[inline(always)]
+fn scale_by<S: Simd>(s: S, weights: &mut [f32; PAGE_TOKENS], scales: &[f32]) {
+    for (weights, scales) in weights.chunks_exact_mut(LANES).zip(scales.chunks_exact(LANES)) {
+        s.store(s.mul(s.load(weights), s.load(scales)), weights);
     }
 }
 
@@ -269,10 +287,10 @@ const INDEX: [f32; LANES] =
 /// after, a row at a time. An unseen value is never touched, not even with weight 0: it may
 /// be NaN.
 #[inline(always)]
-fn add_values<S: Simd>(
+fn add_values<S: Simd, K: Stored>(
     s: S,
     seen: &[Seen],
-    values: &[u16],
+    values: &[K::Word],
     weights: &[[f32; PAGE_TOKENS]],
     partials: &mut [f32],
     stride: usize,
@@ -289,7 +307,7 @@ fn add_values<S: Simd>(
                 Part::After => Seen { start: run[0].start.max(all.end), end: run[0].end },
             };
             let (weights, partials) = (&weights[at..], &mut partials[at * stride..]);
-            for_rows!(run.len(), add_range::<S>(s, keys, values, weights, partials, stride));
+            for_rows!(run.len(), add_range::<S, K>(s, keys, values, weights, partials, stride));
             at += run.len();
         }
     }
@@ -303,17 +321,17 @@ enum Part {
 }
 
 /// How a group of columns is widened.
-const PAIRS: u8 = 0;
-const EVEN: u8 = 1;
-const ODD: u8 = 2;
+pub(super) const LOADS_PAIRS: u8 = 0;
+pub(super) const EVEN: u8 = 1;
+pub(super) const ODD: u8 = 2;
 const PLAIN: u8 = 3;
 
 /// Adds `weight · value` over a range of keys to the sums of R queries.
 #[inline(always)]
-fn add_range<S: Simd, const R: usize>(
+fn add_range<S: Simd, K: Stored, const R: usize>(
     s: S,
     keys: Seen,
-    values: &[u16],
+    values: &[K::Word],
     weights: &[[f32; PAGE_TOKENS]],
     partials: &mut [f32],
     stride: usize,
@@ -324,29 +342,29 @@ fn add_range<S: Simd, const R: usize>(
     let dim = stride - HEADER;
     let mut at = 0;
     while S::REGISTERS >= 32 && R <= WIDE_ROWS && at + 4 * LANES <= dim {
-        add_columns::<S, R, 4, PAIRS>(s, keys, values, weights, partials, stride, at);
+        add_columns::<S, K, R, 4, LOADS_PAIRS>(s, keys, values, weights, partials, stride, at);
         at += 4 * LANES;
     }
     while at + 2 * LANES <= dim {
         if S::REGISTERS >= 32 {
-            add_columns::<S, R, 2, PAIRS>(s, keys, values, weights, partials, stride, at);
+            add_columns::<S, K, R, 2, LOADS_PAIRS>(s, keys, values, weights, partials, stride, at);
         } else {
-            add_columns::<S, R, 1, EVEN>(s, keys, values, weights, partials, stride, at);
-            add_columns::<S, R, 1, ODD>(s, keys, values, weights, partials, stride, at);
+            add_columns::<S, K, R, 1, EVEN>(s, keys, values, weights, partials, stride, at);
+            add_columns::<S, K, R, 1, ODD>(s, keys, values, weights, partials, stride, at);
         }
         at += 2 * LANES;
     }
     if at < dim {
-        add_columns::<S, R, 1, PLAIN>(s, keys, values, weights, partials, stride, at);
+        add_columns::<S, K, R, 1, PLAIN>(s, keys, values, weights, partials, stride, at);
     }
 }
 
 /// C vectors of columns from element `at` on, widened as LOAD says.
 #[inline(always)]
-fn add_columns<S: Simd, const R: usize, const C: usize, const LOAD: u8>(
+fn add_columns<S: Simd, K: Stored, const R: usize, const C: usize, const LOAD: u8>(
     s: S,
     keys: Seen,
-    values: &[u16],
+    values: &[K::Word],
     weights: &[[f32; PAGE_TOKENS]],
     partials: &mut [f32],
     stride: usize,
@@ -365,13 +383,7 @@ fn add_columns<S: Simd, const R: usize, const C: usize, const LOAD: u8>(
     for (key, row) in (keys.start..keys.end).zip(rows) {
         let row = &row[at..];
         for c in 0..C {
-            v[c] = match LOAD {
-                PAIRS if c % 2 == 0 => s.load_bf16_even(&row[c * LANES..]),
-                PAIRS => s.load_bf16_odd(&row[(c - 1) * LANES..]),
-                EVEN => s.load_bf16_even(row),
-                ODD => s.load_bf16_odd(row),
-                _ => s.load_bf16(row),
-            };
+            v[c] = K::value::<S, LOAD>(s, row, c);
         }
         for r in 0..R {
             let weight = s.splat(weights[r][key]);
@@ -424,8 +436,10 @@ pub(super) fn merge<S: Simd>(
 
 /// Divides by the sum of weights and restores the order of elements.
 #[inline(always)]
-pub(super) fn finish<S: Simd>(s: S, total: Total, out: &mut [f32]) {
+pub(super) fn finish<S: Simd, K: Stored>(s: S, total: Total, out: &mut [f32]) {
     let sum = s.splat(total.sum);
+    let paired = if K::INTERLEAVED { out.len() } else { 0 };
+    let (out, plain) = out.split_at_mut(paired);
     let (pairs, rest) = out.as_chunks_mut::<{ 2 * LANES }>();
     for out in pairs {
         let even = s.lanes(s.div(s.load(&out[..LANES]), sum));
@@ -434,7 +448,7 @@ pub(super) fn finish<S: Simd>(s: S, total: Total, out: &mut [f32]) {
             (out[2 * i], out[2 * i + 1]) = (even[i], odd[i]);
         }
     }
-    for out in rest.chunks_exact_mut(LANES) {
+    for out in rest.chunks_exact_mut(LANES).chain(plain.chunks_exact_mut(LANES)) {
         s.store(s.div(s.load(out), sum), out);
     }
 }

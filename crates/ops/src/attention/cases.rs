@@ -1,10 +1,11 @@
 //! Cases every device must pass.
 
 use super::SPLIT_PAGES;
+use crate::kv::Part;
 use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
 use crate::{
-    Attention, Buf, Device, DeviceError, Host, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS,
+    Attention, Buf, Device, DeviceError, Host, KvDtype, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS,
     Unsupported,
 };
 
@@ -22,6 +23,9 @@ crate::testing::cases!(
     many_rows,
     prefill_may_be_cut_on_the_grid,
     poison_among_many_rows_stays_where_it_is_seen,
+    int8_pages,
+    int8_by_hand,
+    int8_extremes,
 );
 
 #[derive(Clone, Copy, Debug)]
@@ -42,9 +46,13 @@ pub(crate) struct Shape {
     pub(crate) dim: usize,
     pub(crate) causal: bool,
     pub(crate) window: Option<usize>,
+    pub(crate) kv: KvDtype,
 }
 
-const SHAPE: Shape = Shape { heads: 6, kv_heads: 2, dim: 64, causal: true, window: None };
+const SHAPE: Shape =
+    Shape { heads: 6, kv_heads: 2, dim: 64, causal: true, window: None, kv: KvDtype::Bf16 };
+
+const KINDS: [KvDtype; 2] = [KvDtype::Bf16, KvDtype::Int8];
 
 fn bf16(x: f32) -> u16 {
     half::bf16::from_f32(x).to_bits()
@@ -67,24 +75,43 @@ pub(crate) fn pool(b: &mut Builder, shape: Shape, seen: &[(usize, usize)]) -> Kv
         max_pages,
         kv_heads,
         head_dim: dim,
+        dtype: shape.kv,
     };
-    let mut keys = vec![0xFFFF_u16; pages * kv_heads * PAGE_TOKENS * dim];
+    let mut keys = vec![0xFF_u8; pages * pool.page_bytes()];
     let mut values = keys.clone();
+    let (mut key, mut value) = (vec![0.0; dim], vec![0.0; dim]);
     for (slot, &(start, end)) in seen.iter().enumerate() {
         for pos in start..end {
             b.reseed((slot * 1_000_003 + pos) as u64 + 77);
             let page = table[slot * max_pages + pos / PAGE_TOKENS] as usize;
             for head in 0..kv_heads {
-                let block = pool.page_offset(page, head);
                 for i in 0..dim {
-                    keys[block + KvPool::key_offset(pos, i)] = bf16(3.0 * (b.uniform() - 0.5));
-                    values[block + pos % PAGE_TOKENS * dim + i] = bf16(b.uniform() - 0.4);
+                    (key[i], value[i]) = (3.0 * (b.uniform() - 0.5), b.uniform() - 0.4);
                 }
+                put(&pool, &mut keys, Part::Key, (page, head), pos, &key);
+                put(&pool, &mut values, Part::Value, (page, head), pos, &value);
             }
         }
     }
-    (pool.keys, pool.values) = (b.pod(&keys), b.pod(&values));
+    (pool.keys, pool.values) = (b.bytes(&keys), b.bytes(&values));
     pool
+}
+
+/// Puts a key or value into the bytes of all pages.
+fn put(
+    pool: &KvPool,
+    all: &mut [u8],
+    part: Part,
+    (page, head): (usize, usize),
+    pos: usize,
+    x: &[f32],
+) {
+    let bytes = pool.dtype.block_bytes(pool.head_dim);
+    let block = &mut all[(page * pool.kv_heads + head) * bytes..][..bytes];
+    // With the alignment of scales, which the bytes have by chance only.
+    let mut words = bytemuck::allocation::pod_collect_to_vec::<u8, u32>(block);
+    pool.put(bytemuck::cast_slice_mut(&mut words), part, pos, x);
+    block.copy_from_slice(bytemuck::cast_slice(&words));
 }
 
 /// First and end position that each slot's lanes may see.
@@ -99,7 +126,7 @@ pub(crate) fn seen(shape: Shape, list: &[Lane]) -> Vec<(usize, usize)> {
 }
 
 fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
-    let Shape { heads, kv_heads: _, dim, causal, window } = shape;
+    let Shape { heads, dim, causal, window, .. } = shape;
     let kv = pool(b, shape, &seen(shape, list));
     let step =
         |&Lane { slot, pos, rows }: &Lane| LaneStep { rows, pos, slot, ..Default::default() };
@@ -215,8 +242,9 @@ fn the_largest_score_takes_all() {
 
 #[cfg_attr(test, test)]
 fn a_row_does_not_depend_on_its_neighbours() {
-    for (pos, window) in [(SPLIT - 9, None), (60, Some(20))] {
-        let shape = Shape { heads: 9, kv_heads: 3, dim: 16, window, ..SHAPE };
+    let cases = [(SPLIT - 9, None), (60, Some(20))];
+    for ((pos, window), kv) in cases.into_iter().flat_map(|case| KINDS.map(|kv| (case, kv))) {
+        let shape = Shape { heads: 9, kv_heads: 3, dim: 16, window, kv, ..SHAPE };
         row_invariance("attention", 18, |b, rows| {
             // The pool always holds all 18 rows' keys, so rows that a row can't see are there.
             let mut op = build(b, shape, &[lane(0, pos, 18)]);
@@ -244,14 +272,89 @@ fn bits(
     Ok(bits)
 }
 
+/// What bf16 pages are swept over, in fewer steps: what comes after the loads is the same.
+#[cfg_attr(test, test)]
+fn int8_pages() {
+    let shape = Shape { kv: KvDtype::Int8, dim: 16, ..SHAPE };
+    for (heads, kv_heads) in [(1, 1), (9, 3), (16, 1), (5, 5)] {
+        check(Shape { heads, kv_heads, ..shape }, &[lane(0, 60, 9)]);
+    }
+    for dim in [16, 32, 48, 64, 80, 96, 112, 128, 256] {
+        check(Shape { dim, ..shape }, &[lane(1, 60, 7)]);
+    }
+    for rows in [1, 2, 3, 5, 8, 17, 130] {
+        check(shape, &[lane(0, 0, rows)]);
+        check(shape, &[lane(0, SPLIT - 3, rows)]);
+    }
+    for pos in [62, 63, 64, SPLIT - 1, SPLIT, 3 * SPLIT + 5] {
+        check(shape, &[lane(2, pos, 1)]);
+    }
+    let lanes = [lane(2, 3, 8), lane(0, 300, 1), lane(1, 0, 0), lane(3, 127, 17)];
+    check(Shape { dim: 32, ..shape }, &lanes);
+    for causal in [true, false] {
+        for window in [1, 5, 64, 100] {
+            let shape = Shape { causal, window: Some(window), ..shape };
+            for (pos, rows) in [(0, 8), (60, 8), (SPLIT - 2, 70)] {
+                check(shape, &[lane(0, pos, rows)]);
+            }
+        }
+    }
+}
+
+/// A pool of one lane's first page, with these keys and values.
+fn first_page(b: &mut Builder, kv: KvPool, keys: &[&[f32]], values: &[&[f32]]) -> KvPool {
+    let mut all = [vec![0xFF; kv.keys.bytes], vec![0xFF; kv.values.bytes]];
+    for (pos, (key, value)) in keys.iter().zip(values).enumerate() {
+        put(&kv, &mut all[0], Part::Key, (0, 0), pos, key);
+        put(&kv, &mut all[1], Part::Value, (0, 0), pos, value);
+    }
+    KvPool { keys: b.bytes(&all[0]), values: b.bytes(&all[1]), ..kv }
+}
+
+/// A key that all others are much smaller than, whose value steps of a half represent as it is.
+#[cfg_attr(test, test)]
+fn int8_by_hand() {
+    conformance("one hot in int8", Tolerance::relative(1e-6), |b| {
+        let shape = Shape { heads: 1, kv_heads: 1, dim: 32, kv: KvDtype::Int8, ..SHAPE };
+        let op = build(b, shape, &[lane(0, 2, 1)]);
+        let value: Vec<f32> = (0..32).map(|i| if i == 0 { 63.5 } else { i as f32 / 2.0 }).collect();
+        let (zeros, ones, mut one) = ([0.0; 32], [1.0; 32], [0.0; 32]);
+        one[3] = 1.0;
+        let kv = first_page(b, op.kv, &[&zeros, &one, &zeros], &[&ones, &value, &ones]);
+        let mut q = [0.0; 32];
+        q[3] = 1000.0;
+        b.expect("out", &value);
+        Attention { q: b.f32(&q), kv, ..op }
+    });
+}
+
+/// Zeros, and magnitudes that no other format of a byte would hold side by side.
+#[cfg_attr(test, test)]
+fn int8_extremes() {
+    for largest in [0.0f32, 1e-44, 1e-30, 1.0, 1e30, 3e38] {
+        let label = format!("int8 of {largest:e}");
+        conformance(&label, Tolerance::relative(1e-6), |b| {
+            let shape = Shape { heads: 1, kv_heads: 1, dim: 16, kv: KvDtype::Int8, ..SHAPE };
+            let op = build(b, shape, &[lane(0, 1, 1)]);
+            // Equal scores: the key is 0, or the query.
+            let (zeros, key) = ([0.0; 16], [largest.min(1e30); 16]);
+            let value = [largest; 16];
+            let kv = first_page(b, op.kv, &[&key, &zeros], &[&value, &zeros]);
+            let half = if largest < 1e-40 { 0.0 } else { largest / 2.0 };
+            b.expect("out", &[half; 16]);
+            Attention { q: b.f32(&zeros), kv, ..op }
+        });
+    }
+}
+
 /// Several splits, and lanes of different lengths.
 fn long_lists() -> [Vec<Lane>; 2] {
     [vec![lane(0, 9 * SPLIT + 3, 8)], vec![lane(1, 700, 2), lane(0, 2000, 20)]]
 }
 
-fn with_scratch(list: &[Lane], fraction: usize) -> impl Fn(&mut Builder) -> Attention {
+fn with_scratch(list: &[Lane], kv: KvDtype, fraction: usize) -> impl Fn(&mut Builder) -> Attention {
     move |b: &mut Builder| {
-        let shape = Shape { heads: 8, kv_heads: 2, dim: 48, ..SHAPE };
+        let shape = Shape { heads: 8, kv_heads: 2, dim: 48, kv, ..SHAPE };
         let op = build(b, shape, list);
         let scratch = op.scratch.slice(0, op.scratch.bytes / 32 * fraction);
         Attention { scratch, ..op }
@@ -262,9 +365,10 @@ fn with_scratch(list: &[Lane], fraction: usize) -> impl Fn(&mut Builder) -> Atte
 /// decode's, and decode's in several waves.
 #[test]
 fn bits_do_not_depend_on_the_sharing() {
-    for list in long_lists() {
+    for (list, kv) in long_lists().into_iter().flat_map(|list| KINDS.map(|kv| (list.clone(), kv))) {
         let run = |isa, threads, fraction| {
-            bits(&mut Host::new(isa, threads), with_scratch(&list, fraction)).expect("the CPU")
+            let op = with_scratch(&list, kv, fraction);
+            bits(&mut Host::new(isa, threads), op).expect("the CPU")
         };
         let want = run(Isa::Portable, 1, 0);
         for threads in [1, 2, 5] {
@@ -277,11 +381,12 @@ fn bits_do_not_depend_on_the_sharing() {
 
 #[cfg_attr(test, test)]
 fn bits_do_not_depend_on_scratch() {
-    for list in long_lists() {
+    for (list, kv) in long_lists().into_iter().flat_map(|list| KINDS.map(|kv| (list.clone(), kv))) {
         on_each_device("attention with little scratch", |label, dev| {
-            let want = bits(dev, with_scratch(&list, 32))?;
+            let want = bits(dev, with_scratch(&list, kv, 32))?;
             for fraction in [0, 3, 5] {
-                assert!(bits(dev, with_scratch(&list, fraction))? == want, "{label}: {fraction}");
+                let got = bits(dev, with_scratch(&list, kv, fraction))?;
+                assert!(got == want, "{label}: {fraction}");
             }
             Ok(())
         });
@@ -291,7 +396,11 @@ fn bits_do_not_depend_on_scratch() {
 /// One pass over 150 rows of a lane gives the bits of 150 passes of a row.
 #[test]
 fn prefill_equals_decode() {
-    let shape = Shape { heads: 6, kv_heads: 2, dim: 32, window: Some(200), ..SHAPE };
+    KINDS.into_iter().for_each(rows_together_and_apart);
+}
+
+fn rows_together_and_apart(kv: KvDtype) {
+    let shape = Shape { heads: 6, kv_heads: 2, dim: 32, window: Some(200), kv, ..SHAPE };
     let mut host = Host::new(Isa::detect(), 2);
     let mut b = Builder::new(&mut host);
     let prefill = build(&mut b, shape, &[lane(0, SPLIT - 20, 150)]);
@@ -321,8 +430,12 @@ fn prefill_equals_decode() {
 /// NaN in one lane's keys and values spoils that lane's rows that see it, and nothing else.
 #[cfg_attr(test, test)]
 fn poison_stays_where_it_is_seen() {
+    KINDS.into_iter().for_each(poison);
+}
+
+fn poison(kv: KvDtype) {
     let (list, bad) = ([lane(0, 70, 4), lane(1, 100, 4)], 72);
-    let shape = Shape { heads: 4, kv_heads: 2, dim: 32, ..SHAPE };
+    let shape = Shape { heads: 4, kv_heads: 2, dim: 32, kv, ..SHAPE };
     let spoiled = |b: &mut Builder, spoil: bool| {
         let mut op = build(b, shape, &list);
         if spoil {

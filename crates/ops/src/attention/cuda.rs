@@ -21,6 +21,7 @@ const WARPS: u32 = 8;
 
 pub(super) fn plan(op: &Attention, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     op.check()?;
+    op.kv.must_be_bf16(op.name())?;
     let shared = flash_bytes(op.kv.head_dim);
     let wide = op.kv.head_dim.is_multiple_of(128) && shared <= card.shared as usize;
     if op.lanes.max_rows > FEW_ROWS && wide && card.arch == 90 {

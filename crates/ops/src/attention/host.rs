@@ -5,15 +5,17 @@
 //! run side by side, [`SPLITS_AT_ONCE`] at most, leave partial results in scratch, and a second
 //! step merges them in order. Both make the same calls for a row, so its bits don't tell which ran.
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::block::{
     Block, HEADER, MAX_QUERIES, Seen, Total, Weights, clear, finish, merge, take_block,
 };
+use super::stored::{Bf16, Int8, Stored};
 use super::{Attention, SPLIT_PAGES};
 use crate::simd::{Kernel, Simd};
-use crate::{Buf, Cpu, LaneStep, Mem, PAGE_TOKENS};
+use crate::{Buf, Cpu, KvDtype, LaneStep, Mem, PAGE_TOKENS};
 
 /// Splits of a row whose partial results scratch has room for.
 pub(super) const SPLITS_AT_ONCE: usize = 32;
@@ -33,6 +35,13 @@ pub(super) fn partial_bytes(head_dim: usize) -> usize {
 }
 
 pub(super) fn run(op: &Attention, mem: &Mem, cpu: &Cpu) {
+    match op.kv.dtype {
+        KvDtype::Bf16 => run_stored::<Bf16>(op, mem, cpu),
+        KvDtype::Int8 => run_stored::<Int8>(op, mem, cpu),
+    }
+}
+
+fn run_stored<K: Stored>(op: &Attention, mem: &Mem, cpu: &Cpu) {
     let threads = cpu.pool.threads();
     let height = MAX_QUERIES / (op.heads / op.kv.kv_heads);
     let mut tiles = Tiles { op, mem, steps: op.lanes.steps(mem), height };
@@ -41,7 +50,7 @@ pub(super) fn run(op: &Attention, mem: &Mem, cpu: &Cpu) {
         let splits = splits.max().unwrap_or(0);
         let width = tiles.partials().min(splits);
         if width > 1 {
-            return side_by_side(&tiles, splits, width, cpu);
+            return side_by_side::<K>(&tiles, splits, width, cpu);
         }
         // A single split to share: make the tiles lower.
         let cuts = (2 * threads).div_ceil(tiles.items().max(1));
@@ -51,17 +60,18 @@ pub(super) fn run(op: &Attention, mem: &Mem, cpu: &Cpu) {
     let items = tiles.items();
     cpu.pool.run(items, &|chunk| {
         if let Some(tile) = tiles.item(items - 1 - chunk) {
-            tile.prefetch_first(tile.splits().start);
+            tile.prefetch_first::<K>(tile.splits().start);
             let (splits, alone) = (tile.splits(), true);
             with_zeros(tile.queries() * tile.stride(), |partials| {
-                cpu.isa.dispatch(Work { tile, splits, alone, partials });
+                let stored = PhantomData::<K>;
+                cpu.isa.dispatch(Work { tile, splits, alone, partials, stored });
             });
         }
     });
 }
 
 /// Waves of `width` splits of every tile, each followed by a merge into the rows' totals.
-fn side_by_side(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu) {
+fn side_by_side<K: Stored>(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu) {
     let items = tiles.items();
     // Neighbouring splits go to the same thread, which reads ahead from one into the next.
     let run = (items * width / (RUNS_PER_THREAD * cpu.pool.threads())).clamp(1, width);
@@ -71,18 +81,19 @@ fn side_by_side(tiles: &Tiles, splits: usize, width: usize, cpu: &Cpu) {
             let Some(tile) = tiles.item(chunk / runs) else { return };
             let first = chunk % runs * run;
             let base = tile.splits().start + wave;
-            tile.prefetch_first(base + first);
+            tile.prefetch_first::<K>(base + first);
             for nth in first..(first + run).min(width) {
                 let (splits, alone) = (base + nth..base + nth + 1, false);
                 if splits.end <= tile.splits().end {
                     let partials = tile.mem.get_mut(tiles.partial(&tile, nth));
-                    cpu.isa.dispatch(Work { tile, splits, alone, partials });
+                    let stored = PhantomData::<K>;
+                    cpu.isa.dispatch(Work { tile, splits, alone, partials, stored });
                 }
             }
         });
         cpu.pool.run(items, &|chunk| {
             if let Some(tile) = tiles.item(chunk) {
-                cpu.isa.dispatch(Merge { tiles, tile, wave, width });
+                cpu.isa.dispatch(Merge::<K> { tiles, tile, wave, width, stored: PhantomData });
             }
         });
     }
@@ -243,19 +254,23 @@ impl<'a> Tile<'a> {
     }
 
     /// The keys and values of one page of the lane.
-    fn block(&self, page: u32) -> Block<'a> {
+    fn block<K: Stored>(&self, page: u32) -> Block<'a, K> {
         let (kv, page) = (&self.op.kv, page as usize);
-        Block {
-            keys: self.mem.get(kv.key_block(page, self.kv_head)),
-            values: self.mem.get(kv.value_block(page, self.kv_head)),
-        }
+        let parts = |buf: Buf| {
+            let elements = kv.block() * size_of::<K::Word>();
+            let scales = buf.slice(elements, buf.bytes - elements);
+            (self.mem.get(buf.slice(0, elements)), self.mem.get(scales))
+        };
+        let (keys, key_scales) = parts(kv.key_block(page, self.kv_head));
+        let (values, value_scales) = parts(kv.value_block(page, self.kv_head));
+        Block { keys, values, key_scales, value_scales }
     }
 
     /// Asks for the first keys that the tile needs of a split, which nobody asks for ahead of time.
-    fn prefetch_first(&self, split: usize) {
+    fn prefetch_first<K: Stored>(&self, split: usize) {
         let page = self.pages().start.max(split * SPLIT_PAGES);
         if page < self.pages().end {
-            self.block(self.op.kv.pages(self.mem, self.step.slot)[page]).prefetch_keys();
+            self.block::<K>(self.op.kv.pages(self.mem, self.step.slot)[page]).prefetch_keys();
         }
     }
 
@@ -266,7 +281,7 @@ impl<'a> Tile<'a> {
 
     /// The tile's partial results of one split.
     #[inline(always)]
-    fn take_split<S: Simd>(
+    fn take_split<S: Simd, K: Stored>(
         &self,
         s: S,
         queries: &[&[f32]; MAX_QUERIES],
@@ -289,7 +304,7 @@ impl<'a> Tile<'a> {
                 s,
                 &queries[active.clone()],
                 &seen[active.clone()],
-                self.block(table[page]),
+                self.block::<K>(table[page]),
                 self.block(table[(page + 1).min(pages.end - 1)]),
                 self.op.scale * std::f32::consts::LOG2_E,
                 &mut weights[active.clone()],
@@ -302,7 +317,7 @@ impl<'a> Tile<'a> {
     /// Merges the partial results of one split into each row that saw it, and finishes those rows
     /// whose last split it was.
     #[inline(always)]
-    fn merge_split<S: Simd>(
+    fn merge_split<S: Simd, K: Stored>(
         &self,
         s: S,
         split: usize,
@@ -315,7 +330,7 @@ impl<'a> Tile<'a> {
                 let out = self.output(i);
                 merge(s, &mut totals[i], out, partial, split == splits.start);
                 if split + 1 == splits.end {
-                    finish(s, totals[i], out);
+                    finish::<S, K>(s, totals[i], out);
                 }
             }
         }
@@ -324,14 +339,15 @@ impl<'a> Tile<'a> {
 
 /// A tile through a range of splits. Alone, it merges them as it goes; otherwise the range is one
 /// split, whose partial results stay for [`Merge`].
-struct Work<'a, 'p> {
+struct Work<'a, 'p, K> {
     tile: Tile<'a>,
     splits: Range<usize>,
     alone: bool,
     partials: &'p mut [f32],
+    stored: PhantomData<K>,
 }
 
-impl Kernel for Work<'_, '_> {
+impl<K: Stored> Kernel for Work<'_, '_, K> {
     type Output = ();
 
     #[inline(always)]
@@ -340,28 +356,29 @@ impl Kernel for Work<'_, '_> {
         let mut weights = [[0.0; PAGE_TOKENS]; MAX_QUERIES];
         let mut totals = [Total::default(); MAX_QUERIES];
         for split in self.splits {
-            self.tile.take_split(s, &queries, split, &mut weights, self.partials);
+            self.tile.take_split::<S, K>(s, &queries, split, &mut weights, self.partials);
             if self.alone {
-                self.tile.merge_split(s, split, self.partials, &mut totals);
+                self.tile.merge_split::<S, K>(s, split, self.partials, &mut totals);
             }
         }
     }
 }
 
 /// The merge of a tile's splits of one wave, `width` from the tile's first plus `wave` on.
-struct Merge<'a, 't> {
+struct Merge<'a, 't, K> {
     tiles: &'t Tiles<'a>,
     tile: Tile<'a>,
     wave: usize,
     width: usize,
+    stored: PhantomData<K>,
 }
 
-impl Kernel for Merge<'_, '_> {
+impl<K: Stored> Kernel for Merge<'_, '_, K> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Merge { tiles, tile, wave, width } = self;
+        let Merge { tiles, tile, wave, width, .. } = self;
         let mut totals = [Total::default(); MAX_QUERIES];
         let kept = |i| {
             let (row, head) = tile.place(i);
@@ -375,7 +392,7 @@ impl Kernel for Merge<'_, '_> {
             let split = tile.splits().start + wave + nth;
             if split < tile.splits().end {
                 let partials = tile.mem.get(tiles.partial(&tile, nth));
-                tile.merge_split(s, split, partials, &mut totals);
+                tile.merge_split::<S, K>(s, split, partials, &mut totals);
             }
         }
         for (i, total) in totals.iter().enumerate().take(tile.queries()) {

@@ -12,16 +12,19 @@
 //! bit with one another, and with smaller ones up to rounding.
 //!
 //! Numerics: the reference works in f64. SIMD multiplies f32 queries with bf16 keys and values and
-//! adds in f32, one product after the other along `head_dim` and along the keys.
+//! adds in f32, one product after the other along `head_dim` and along the keys. Of int8 it multiplies the codes;
+//! a key's scale comes in once its sum is complete, a value's scale with its weight.
 //! Elements of pages outside a row's visible range don't enter its result, whatever they hold.
 //! Source: arXiv 2205.14135 (online softmax), 2311.01282 (split along the keys).
 
 mod block;
 pub(crate) mod cuda;
 mod host;
+mod stored;
 
 use crate::geometry::elements_fit;
 use crate::kernel::{Card, Plan};
+use crate::kv::Part;
 use crate::{
     Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported,
 };
@@ -77,7 +80,7 @@ impl Attention {
         let keys = self.lanes.count * seen(self.lanes.max_rows);
         Cost {
             weight_bytes: 0,
-            other_bytes: (8 * rows * self.heads * dim + 4 * keys * self.kv.kv_heads * dim) as u64,
+            other_bytes: (8 * rows * self.heads * dim + keys * self.kv.token_bytes()) as u64,
             flops: 4 * (rows * self.heads * dim) as u64 * seen(1) as u64,
         }
     }
@@ -140,19 +143,16 @@ impl Op for Attention {
 
     fn reference(&self, mem: &Mem) {
         let (dim, group) = (self.kv.head_dim, self.heads / self.kv.kv_heads);
-        let (keys, values) =
-            (mem.get::<half::bf16>(self.kv.keys), mem.get::<half::bf16>(self.kv.values));
         for step in self.lanes.steps(mem) {
             let pages = self.kv.pages(mem, step.slot);
             for r in 0..step.rows as usize {
                 let (start, end) = self.visible(step, r);
                 for head in 0..self.heads {
                     let q = self.query(mem, step.row0 as usize + r, head);
-                    let block = |pos: usize| {
-                        self.kv.page_offset(pages[pos / PAGE_TOKENS] as usize, head / group)
-                    };
+                    let page = |pos: usize| pages[pos / PAGE_TOKENS] as usize;
                     let score = |pos: usize| {
-                        let key = |i| keys[block(pos) + KvPool::key_offset(pos, i)].to_f64();
+                        let block = mem.get(self.kv.key_block(page(pos), head / group));
+                        let key = |i| self.kv.element(block, Part::Key, pos, i);
                         let dot: f64 = (0..dim).map(|i| f64::from(q[i]) * key(i)).sum();
                         dot * f64::from(self.scale)
                     };
@@ -162,9 +162,9 @@ impl Op for Attention {
                     let total: f64 = weights.iter().sum();
                     let mut sums = vec![0.0; dim];
                     for (pos, weight) in (start..end).zip(weights) {
-                        let value = &values[block(pos) + pos % PAGE_TOKENS * dim..][..dim];
-                        for (sum, v) in sums.iter_mut().zip(value) {
-                            *sum += weight * v.to_f64();
+                        let block = mem.get(self.kv.value_block(page(pos), head / group));
+                        for (i, sum) in sums.iter_mut().enumerate() {
+                            *sum += weight * self.kv.element(block, Part::Value, pos, i);
                         }
                     }
                     let out = self.output(mem, step.row0 as usize + r, head);

@@ -19,6 +19,7 @@ const KERNEL: Source = Source {
 
 pub(super) fn plan(op: &AttnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     op.check()?;
+    op.prepare.kv.must_be_bf16(op.name())?;
     // The rows of a lane are one item of work, and pages come by the copy engine.
     if card.arch >= 90 {
         let beside = beside_bytes(op);

@@ -56,8 +56,9 @@ impl Op for AttnMix {
         b.read("inv_freq", prepare.rope.inv_freq);
         b.read("step", prepare.lanes.step);
         b.read("table", prepare.kv.table);
-        b.update_as("keys", prepare.kv.keys, Elements::Bf16);
-        b.update_as("values", prepare.kv.values, Elements::Bf16);
+        let pages = Elements::pages(&prepare.kv);
+        b.update_as("keys", prepare.kv.keys, pages);
+        b.update_as("values", prepare.kv.values, pages);
         b.write_as("rotated", attention.q, Elements::Scratch);
         b.write_as("mixed", attention.out, Elements::Scratch);
         b.write_as("scratch", attention.scratch, Elements::Scratch);

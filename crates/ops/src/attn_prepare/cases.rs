@@ -3,8 +3,8 @@
 use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
 use crate::{
-    AttnPrepare, Buf, Device, Host, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS, Queries, Rope,
-    RopePairing,
+    AttnPrepare, Buf, Device, Host, KvDtype, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS, Queries,
+    Rope, RopePairing,
 };
 
 crate::testing::cases!(
@@ -14,6 +14,8 @@ crate::testing::cases!(
     a_quarter_turn_by_hand,
     a_context_only_pass_fills_the_cache,
     a_row_does_not_depend_on_its_neighbours,
+    int8_pages,
+    int8_by_hand,
 );
 
 /// One lane's rows: slot, position, rows.
@@ -28,6 +30,7 @@ struct Shape {
     norms: bool,
     rope_dims: usize,
     pairing: RopePairing,
+    kv: KvDtype,
 }
 
 const SHAPE: Shape = Shape {
@@ -38,6 +41,7 @@ const SHAPE: Shape = Shape {
     norms: true,
     rope_dims: 32,
     pairing: RopePairing::Halves,
+    kv: KvDtype::Bf16,
 };
 
 const SLOTS: usize = 3;
@@ -53,14 +57,15 @@ fn lanes(b: &mut Builder, lanes: &[Lane]) -> Lanes {
 }
 
 /// A pool of poisoned pages, handed to the slots in a scattered order.
-fn pool(b: &mut Builder, kv_heads: usize, head_dim: usize) -> KvPool {
+fn pool(b: &mut Builder, kv_heads: usize, head_dim: usize, dtype: KvDtype) -> KvPool {
     let pages = SLOTS * MAX_PAGES;
-    let bytes = vec![0xFF; 2 * pages * kv_heads * PAGE_TOKENS * head_dim];
+    let bytes = vec![0xFF; pages * kv_heads * dtype.block_bytes(head_dim)];
     let table: Vec<u32> = (0..pages).map(|i| (7 * i % pages) as u32).collect();
     let (keys, values) = (b.bytes(&bytes), b.bytes(&bytes));
-    b.updated_bf16("keys", keys);
-    b.updated_bf16("values", values);
-    KvPool { keys, values, table: b.pod(&table), max_pages: MAX_PAGES, kv_heads, head_dim }
+    let table = b.pod(&table);
+    let pool = KvPool { keys, values, table, max_pages: MAX_PAGES, kv_heads, head_dim, dtype };
+    b.updated_pages(&pool);
+    pool
 }
 
 fn inv_freq(b: &mut Builder, dims: usize) -> Buf {
@@ -70,9 +75,9 @@ fn inv_freq(b: &mut Builder, dims: usize) -> Buf {
 }
 
 fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> AttnPrepare {
-    let Shape { heads, kv_heads, dim, gated, norms, rope_dims, pairing } = shape;
+    let Shape { heads, kv_heads, dim, gated, norms, rope_dims, pairing, kv } = shape;
     let lanes = lanes(b, list);
-    let kv = pool(b, kv_heads, dim);
+    let kv = pool(b, kv_heads, dim, kv);
     let rope = Rope { inv_freq: inv_freq(b, rope_dims), dims: rope_dims, pairing };
     b.reseed(1);
     let q_norm = norms.then(|| b.normal(dim, 1.0));
@@ -114,7 +119,9 @@ fn geometries() {
         for pairing in [RopePairing::Halves, RopePairing::Adjacent] {
             for rope_dims in [0, 2, 14, dim / 4, dim] {
                 for (heads, kv_heads, gated, norms) in [(9, 3, true, true), (1, 1, false, false)] {
-                    let shape = Shape { heads, kv_heads, dim, gated, norms, rope_dims, pairing };
+                    let kv = KvDtype::Bf16;
+                    let shape =
+                        Shape { heads, kv_heads, dim, gated, norms, rope_dims, pairing, kv };
                     let name = format!("attn_prepare dim {dim} rope {rope_dims} {pairing:?}");
                     conformance(&name, tolerance(), |b| build(b, shape, &[(1, 62, 4)]));
                 }
@@ -142,7 +149,7 @@ fn a_quarter_turn_by_hand() {
         (RopePairing::Adjacent, [-2.0, 1.0, -4.0, 3.0]),
     ] {
         conformance("quarter turn", tolerance(), |b| {
-            let kv = pool(b, 1, 16);
+            let kv = pool(b, 1, 16, KvDtype::Bf16);
             let mut head = [5.0; 16];
             head[..4].copy_from_slice(&[1.0, 2.0, 3.0, 4.0]);
             let k = b.f32(&head);
@@ -194,13 +201,65 @@ fn copy_of(b: &mut Builder, buf: Buf) -> Buf {
     b.bytes(&vec![0; buf.bytes])
 }
 
+/// A step of int8: the norms' last bits may tip a rounding.
+#[cfg_attr(test, test)]
+fn int8_pages() {
+    let tolerance = Tolerance::relative(1.0 / 32.0);
+    let shape = Shape { kv: KvDtype::Int8, ..SHAPE };
+    let lists: [&[Lane]; 5] = [
+        &[(0, 0, 1)],
+        &[(1, 60, 8)],
+        &[(2, 100, 130)],
+        &[(2, 3, 17), (0, 64, 2), (1, 255, 1)],
+        &[(0, 10, 0), (1, 0, 5)],
+    ];
+    for list in lists {
+        conformance(&format!("attn_prepare int8 {list:?}"), tolerance, |b| build(b, shape, list));
+    }
+    for dim in [16, 80, 128, 256] {
+        for norms in [true, false] {
+            let shape = Shape { dim, norms, rope_dims: 14, ..shape };
+            let name = format!("attn_prepare int8 dim {dim} norms {norms}");
+            conformance(&name, tolerance, |b| build(b, shape, &[(1, 62, 4)]));
+        }
+    }
+}
+
+/// Heads of zeros, of numbers too small and very large, and with what is no number: nothing is added up on the way
+/// to the pages, so the definition's bytes are the only right ones.
+#[cfg_attr(test, test)]
+fn int8_by_hand() {
+    conformance("int8 by hand", Tolerance::exact(), |b| {
+        let dim = 16;
+        let kv = pool(b, 1, dim, KvDtype::Int8);
+        let mut heads: Vec<[f32; 16]> = vec![[0.0; 16], [1e-37; 16], [3e38; 16], [-0.0; 16]];
+        heads.push(std::array::from_fn(|i| i as f32 - 7.5));
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            heads.push(std::array::from_fn(|i| if i == 11 { bad } else { 1.0 }));
+        }
+        // 127 steps, halves of steps, and both signs.
+        heads.push(std::array::from_fn(|i| [127.0, 0.5, 1.5, -2.5][i % 4]));
+        let rows = heads.len();
+        let all = b.f32(heads.as_flattened());
+        let lanes = lanes(b, &[(1, 60, rows as u32)]);
+        let rope = Rope { inv_freq: inv_freq(b, 0), dims: 0, pairing: RopePairing::Halves };
+        AttnPrepare { queries: None, k: all, v: all, k_norm: None, rope, kv, lanes, eps: 0.0 }
+    });
+}
+
 /// One pass of 17 rows leaves the pages of 17 passes of one row, bit for bit.
 #[test]
 fn pages_do_not_depend_on_the_pass() {
+    for kv in [KvDtype::Bf16, KvDtype::Int8] {
+        pages_of_any_pass(Shape { kv, ..SHAPE });
+    }
+}
+
+fn pages_of_any_pass(shape: Shape) {
     let run = |one_by_one: bool| {
         let mut host = Host::new(Isa::detect(), 2);
         let mut b = Builder::new(&mut host);
-        let op = build(&mut b, SHAPE, &[(1, 55, 17)]);
+        let op = build(&mut b, shape, &[(1, 55, 17)]);
         let passes: Vec<Lanes> = (0..17)
             .map(|r| {
                 let step =

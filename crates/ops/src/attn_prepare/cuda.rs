@@ -1,8 +1,8 @@
 //! One warp for each head of queries, keys and values.
 
 use super::{AttnPrepare, RopePairing};
-use crate::Unsupported;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
+use crate::{Op, Unsupported};
 
 const KERNEL: Source = Source {
     name: "attn_prepare/kernel.cu",
@@ -11,6 +11,7 @@ const KERNEL: Source = Source {
 const WARPS: usize = 4;
 
 pub(super) fn plan(op: &AttnPrepare, _card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+    op.kv.must_be_bf16(op.name())?;
     let (kv, queries) = (op.kv, op.queries);
     let heads = queries.map_or(0, |q| q.heads);
     let number = |n: usize| Arg::U32(n as u32);

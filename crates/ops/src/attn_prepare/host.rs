@@ -3,7 +3,7 @@
 
 use super::{AttnPrepare, MAX_DIM, Turn};
 use crate::simd::{Kernel, LANES, Simd, math};
-use crate::{Cpu, LaneStep, Mem, PAGE_TOKENS};
+use crate::{Buf, Cpu, KvDtype, LaneStep, Mem, PAGE_TOKENS, kv};
 
 pub(super) fn run(op: &AttnPrepare, mem: &Mem, cpu: &Cpu) {
     let steps = op.lanes.steps(mem);
@@ -68,12 +68,10 @@ impl Kernel for Page<'_> {
             let v = op.kv_row(mem, op.v, row).chunks_exact(dim);
             for (h, (k, v)) in k.zip(v).enumerate() {
                 norm_and_turn(s, op, k, norm, &turn, &mut head[..dim]);
-                let keys = mem.get_mut::<u32>(op.kv.key_block(pool_page, h));
-                store_key(s, &head[..dim], keys, pos % PAGE_TOKENS);
-                let values = op.kv.value_block(pool_page, h);
-                let value = mem.get_mut(values.rows(pos % PAGE_TOKENS, 1, 2 * dim));
-                for i in (0..dim).step_by(LANES) {
-                    s.store_bf16(s.load(&v[i..]), &mut value[i..]);
+                let blocks = [op.kv.key_block(pool_page, h), op.kv.value_block(pool_page, h)];
+                match op.kv.dtype {
+                    KvDtype::Bf16 => store_bf16(s, mem, blocks, [&head[..dim], v], pos),
+                    KvDtype::Int8 => store_int8(s, mem, blocks, [&head[..dim], v], pos),
                 }
             }
         }
@@ -106,6 +104,60 @@ fn norm_and_turn<S: Simd>(
         out.copy_from_slice(x);
     }
     turn.apply(&mut out[..op.rope.dims], op.rope.pairing);
+}
+
+/// Puts a head's key and value into their blocks, in bf16.
+#[inline(always)]
+fn store_bf16<S: Simd>(s: S, mem: &Mem, blocks: [Buf; 2], [key, value]: [&[f32]; 2], pos: usize) {
+    let (dim, slot) = (key.len(), pos % PAGE_TOKENS);
+    store_key(s, key, mem.get_mut(blocks[0]), slot);
+    let to = mem.get_mut(blocks[1].rows(slot, 1, 2 * dim));
+    for i in (0..dim).step_by(LANES) {
+        s.store_bf16(s.load(&value[i..]), &mut to[i..]);
+    }
+}
+
+/// Puts a head's key and value into their blocks, in int8.
+#[inline(always)]
+fn store_int8<S: Simd>(s: S, mem: &Mem, blocks: [Buf; 2], [key, value]: [&[f32]; 2], pos: usize) {
+    let (dim, slot) = (key.len(), pos % PAGE_TOKENS);
+    let parts = |block: Buf| {
+        let codes = PAGE_TOKENS * dim;
+        let scales = mem.get_mut::<f32>(block.slice(codes, 4 * PAGE_TOKENS));
+        (mem.get_mut::<i8>(block.slice(0, codes)), scales)
+    };
+    let (codes, scales) = parts(blocks[0]);
+    let mut quants = [0; MAX_DIM];
+    scales[slot] = quantize(s, key, &mut quants[..dim]);
+    for (codes, &quant) in codes.chunks_exact_mut(PAGE_TOKENS).zip(&quants) {
+        codes[slot] = quant;
+    }
+    let (codes, scales) = parts(blocks[1]);
+    scales[slot] = quantize(s, value, &mut codes[slot * dim..][..dim]);
+}
+
+/// A head's codes, and their scale: the definition of [`crate::kv`], bit for bit.
+#[inline(always)]
+fn quantize<S: Simd>(s: S, x: &[f32], codes: &mut [i8]) -> f32 {
+    let zero = s.splat(0.0);
+    let (mut largest, mut odd) = (zero, zero);
+    for i in (0..x.len()).step_by(LANES) {
+        let v = s.load(&x[i..]);
+        largest = s.max(largest, s.max(v, s.sub(zero, v)));
+        // 0 · x is 0, or NaN if x is not finite; and NaN stays.
+        odd = s.fma(v, zero, odd);
+    }
+    let finite = !s.sum(odd).is_nan();
+    let (scale, factor) = kv::scale_of(s.reduce_max(largest), finite);
+    if !finite {
+        codes.fill(0);
+        return scale;
+    }
+    let factor = s.splat(factor);
+    for i in (0..x.len()).step_by(LANES) {
+        s.store_i8(s.mul(s.load(&x[i..]), factor), &mut codes[i..]);
+    }
+    scale
 }
 
 /// Scatters a key over the words of its page's block (see [`crate::KvPool`]).

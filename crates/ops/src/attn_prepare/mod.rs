@@ -1,5 +1,6 @@
 //! Before attention: per-head norm and rotary embedding of queries and keys; keys and values go
-//! into the pages of their lane at their absolute positions, rounded to bf16 (to nearest even).
+//! into the pages of their lane at their absolute positions, as the pool stores them: rounded to bf16 (to nearest even),
+//! or in int8 with a scale for each.
 //!
 //! Row r of a lane stands at position `pos + r`. `rsqrt` norm as in `rms_norm`, over each head's
 //! `head_dim`, before the rotation. The rotation turns the pairs of the first `rope.dims` elements
@@ -16,6 +17,7 @@ mod host;
 
 use crate::geometry::elements_fit;
 use crate::kernel::{Card, Plan};
+use crate::kv::Part;
 use crate::{Bindings, Buf, Cost, Cpu, Elements, KvPool, Lanes, Mem, Op, PAGE_TOKENS, Unsupported};
 
 /// Which elements of a head form rotary pair i of n = dims / 2.
@@ -178,8 +180,8 @@ impl Op for AttnPrepare {
         b.read("inv_freq", self.rope.inv_freq);
         b.read("step", self.lanes.step);
         b.read("table", self.kv.table);
-        b.update_as("keys", self.kv.keys, Elements::Bf16);
-        b.update_as("values", self.kv.values, Elements::Bf16);
+        b.update_as("keys", self.kv.keys, Elements::pages(&self.kv));
+        b.update_as("values", self.kv.values, Elements::pages(&self.kv));
     }
 
     fn check(&self) -> Result<(), Unsupported> {
@@ -216,16 +218,14 @@ impl Op for AttnPrepare {
         let norms = [self.k_norm, self.queries.and_then(|q| q.norm)];
         Cost {
             weight_bytes: norms.iter().flatten().map(|norm| norm.bytes as u64).sum(),
-            // Queries in and out as f32; keys and values in as f32, out as bf16.
-            other_bytes: 8 * q + 2 * 6 * kv,
+            // Queries in and out as f32; keys and values in as f32, out as they are stored.
+            other_bytes: 8 * q + 2 * 4 * kv + (self.lanes.rows * self.kv.token_bytes()) as u64,
             flops: 7 * (q + kv),
         }
     }
 
     fn reference(&self, mem: &Mem) {
         let (dim, inv_freq) = (self.kv.head_dim, self.inv_freq(mem));
-        let (keys, values) =
-            (mem.get_mut::<half::bf16>(self.kv.keys), mem.get_mut::<half::bf16>(self.kv.values));
         let mut turn = Turn::new();
         for step in self.lanes.steps(mem) {
             for r in 0..step.rows as usize {
@@ -243,14 +243,13 @@ impl Op for AttnPrepare {
                 }
                 let page = self.kv.pages(mem, step.slot)[pos / PAGE_TOKENS] as usize;
                 for head in 0..self.kv.kv_heads {
-                    let block = self.kv.page_offset(page, head);
                     let k = &self.kv_row(mem, self.k, row)[head * dim..][..dim];
                     let k = self.head_reference(mem, k, self.k_norm, &turn);
                     let v = &self.kv_row(mem, self.v, row)[head * dim..][..dim];
-                    for i in 0..dim {
-                        keys[block + KvPool::key_offset(pos, i)] = half::bf16::from_f32(k[i]);
-                        values[block + pos % PAGE_TOKENS * dim + i] = half::bf16::from_f32(v[i]);
-                    }
+                    let (keys, values) =
+                        (self.kv.key_block(page, head), self.kv.value_block(page, head));
+                    self.kv.put(mem.get_mut(keys), Part::Key, pos, &k);
+                    self.kv.put(mem.get_mut(values), Part::Value, pos, v);
                 }
             }
         }

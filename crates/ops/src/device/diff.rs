@@ -12,7 +12,9 @@ use std::fmt;
 
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::testing::Tolerance;
-use crate::{ACT_GROUP, Act, ActDtype, ActGroup, Binding, Bindings, Buf, Elements, Op};
+use crate::{
+    ACT_GROUP, Act, ActDtype, ActGroup, Binding, Bindings, Buf, Elements, Op, PAGE_TOKENS,
+};
 
 /// Large enough for every device to give it an allocation of its own.
 const REGION_BYTES: usize = 64 << 20;
@@ -139,6 +141,7 @@ impl<A: Device, B: Device> Diff<A, B> {
             Elements::U32 => outputs.words(),
             Elements::F32 => outputs.floats(4, |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
             Elements::Bf16 => outputs.floats(2, bf16),
+            Elements::Int8Pages { codes } => outputs.int8_pages(codes),
             Elements::Act(act) => outputs.activations(act),
         };
         mismatch.map(|m| Difference {
@@ -203,6 +206,30 @@ impl Outputs<'_> {
         let step = if size == 2 { 1.0 / 128.0 } else { 0.0 };
         let found = self.first_beyond(&spots, size, step, &value)?;
         Some(Mismatch { element: format!("[{}]", found.0 / size), ..found.1 })
+    }
+
+    /// Blocks of codes and scales. Inputs that differ within the tolerance may round to neighbouring steps.
+    fn int8_pages(&self, codes: usize) -> Option<Mismatch> {
+        let block = codes + 4 * PAGE_TOKENS;
+        let all = 0..self.after[0].len() / block;
+        let scales =
+            all.clone().flat_map(|b| (0..PAGE_TOKENS).map(move |i| b * block + codes + 4 * i));
+        let scales: Vec<usize> = scales.filter(|&at| self.wrote(at..at + 4)).collect();
+        let value = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        if let Some((at, mismatch)) = self.first_beyond(&scales, 4, 0.0, &value) {
+            let element = format!("[block {}, scale {}]", at / block, (at % block - codes) / 4);
+            return Some(Mismatch { element, ..mismatch });
+        }
+        let bound = if self.tolerance.is_exact() { 0.0 } else { 1.0 };
+        let mut each = all.flat_map(|b| (0..codes).map(move |i| (b, i)));
+        each.find_map(|(b, i)| {
+            let at = b * block + i;
+            let of = |device: usize| f64::from(self.after[device][at].cast_signed());
+            let (want, got) = (of(0), of(1));
+            let element = || format!("[block {b}, code {i}]");
+            let beyond = (want - got).abs() > bound && self.wrote(at..at + 1);
+            beyond.then(|| Mismatch { element: element(), want, got, bound })
+        })
     }
 
     /// The first of some elements, given by their offsets in bytes, that is out of bounds.
@@ -303,7 +330,7 @@ impl<A: Device, B: Device> Device for Diff<A, B> {
     fn info(&self) -> DeviceInfo {
         let (a, b) = (self.a.info(), self.b.info());
         let name = format!("{} against {}", b.name, a.name);
-        DeviceInfo { name, ..a }
+        DeviceInfo { name, int8_pages: a.int8_pages && b.int8_pages, ..a }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -85,7 +85,13 @@ impl DryRun {
 
 impl Device for DryRun {
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { name: "dry run".to_owned(), act: self.act, tiles: TileOrder::Vectors }
+        DeviceInfo {
+            name: "dry run".to_owned(),
+            act: self.act,
+            tiles: TileOrder::Vectors,
+            // No kernel of a card reads them yet.
+            int8_pages: self.card.is_none(),
+        }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -24,6 +24,8 @@ pub struct DeviceInfo {
     pub act: ActDtype,
     /// How quantised weights are to be packed.
     pub tiles: TileOrder,
+    /// Whether it can keep keys and values in [`KvDtype::Int8`](crate::KvDtype::Int8).
+    pub int8_pages: bool,
 }
 
 /// A device that failed. Nothing it computed since the last successful `sync` may be used.

@@ -17,9 +17,11 @@ pub use devices::{all_cases, plans};
 
 use half::bf16;
 
+use crate::kv::Part;
 use crate::simd::Isa;
 use crate::{
-    Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, LaneStep, Lanes, Mem, Op, Unsupported,
+    Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, KvDtype, KvPool, LaneStep, Lanes, Mem,
+    Op, Unsupported,
 };
 
 /// Lists the functions of a case file that run on every device. Each of them is also a test of the
@@ -107,6 +109,8 @@ impl Rows {
 enum Kind {
     F32,
     Bf16,
+    /// Keys or values of a pool in int8.
+    Int8(KvPool, Part),
     Act(Act),
     Bytes,
 }
@@ -289,10 +293,17 @@ impl<'d> Builder<'d> {
         self.outputs.push(Output { name: name.to_owned(), buf: act.buf, kind: Kind::Act(act) });
     }
 
-    /// Also compares an input that the op updates in place, as bf16. Rounding to bf16 doubles small
-    /// differences up to one unit in the last place, so the tolerance has to allow that (2^-7).
-    pub fn updated_bf16(&mut self, name: &str, buf: Buf) {
-        self.outputs.push(Output { name: name.to_owned(), buf, kind: Kind::Bf16 });
+    /// Also compares the pages of a pool, which the op updates in place. Rounding makes small differences up to a
+    /// unit in the last place of bf16 (2^-7), or up to a step of int8 (2^-7 of the head's largest element).
+    pub fn updated_pages(&mut self, kv: &KvPool) {
+        for (name, buf, part) in [("keys", kv.keys, Part::Key), ("values", kv.values, Part::Value)]
+        {
+            let kind = match kv.dtype {
+                KvDtype::Bf16 => Kind::Bf16,
+                KvDtype::Int8 => Kind::Int8(*kv, part),
+            };
+            self.outputs.push(Output { name: name.to_owned(), buf, kind });
+        }
     }
 
     /// Also compares an input that the op updates in place, byte for byte.
@@ -363,6 +374,21 @@ fn outcome(out: Output, bytes: Vec<u8>) -> Outcome {
     let (values, bytes) = match out.kind {
         Kind::F32 => (floats(&bytes), bytes),
         Kind::Bf16 => (widened(&bytes), bytes),
+        Kind::Int8(kv, part) => {
+            let blocks = bytes.chunks_exact(kv.dtype.block_bytes(kv.head_dim));
+            // Buffers on the host have the alignment of scales only by chance.
+            let blocks = blocks.map(bytemuck::allocation::pod_collect_to_vec::<u8, u32>);
+            let values = blocks.flat_map(|block| {
+                let of = |i: usize| {
+                    let block = bytemuck::cast_slice(&block);
+                    kv.element(block, part, i / kv.head_dim, i % kv.head_dim) as f32
+                };
+                // Of NaNs only that they are some counts.
+                let values = (0..kv.block()).map(of);
+                values.map(|v| if v.is_nan() { f32::NAN } else { v }).collect::<Vec<_>>()
+            });
+            (values.collect(), bytes)
+        }
         Kind::Bytes => (Vec::new(), bytes),
         Kind::Act(act) => {
             let used = Act::used(act.width, act.dtype);

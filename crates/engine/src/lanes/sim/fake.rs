@@ -2,7 +2,9 @@
 //! made it, and a page holds the hash of the text up to each of its positions. So whoever reads a
 //! state or a page that belongs to another text is caught.
 
+use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -114,6 +116,9 @@ impl Slot {
     }
 }
 
+/// The state before each state that ever was, on any machine: a disk outlives them.
+pub(super) type Before = Rc<RefCell<HashMap<u64, u64>>>;
+
 pub(super) struct Fake {
     limits: Limits,
     pub(super) clock: Time,
@@ -122,8 +127,7 @@ pub(super) struct Fake {
     slots: Vec<Slot>,
     pages: Vec<[u64; PAGE_TOKENS]>,
     saved: Vec<u64>,
-    /// The state before each state that ever was.
-    before: HashMap<u64, u64>,
+    before: Before,
     flight: Vec<u32>,
     rounds: VecDeque<HashMap<u32, Round>>,
     lost: bool,
@@ -140,13 +144,18 @@ impl Fake {
             slots: (0..limits.slots as u32).map(Slot::new).collect(),
             pages: vec![[0; PAGE_TOKENS]; limits.pages],
             saved: vec![0; limits.snapshots],
-            before: HashMap::new(),
+            before: Before::default(),
             flight: Vec::new(),
             rounds: VecDeque::new(),
             lost: false,
             wrong: None,
             limits,
         }
+    }
+
+    /// The same machine, which knows of the states that others came by.
+    pub(super) fn knowing(self, before: &Before) -> Fake {
+        Fake { before: Rc::clone(before), ..self }
     }
 
     /// Whether a snapshot and pages are those of a text.
@@ -211,7 +220,7 @@ impl Fake {
                 break;
             }
             // A page's end is as good as the whole of it: pages are only ever copied whole.
-            at = *self.before.get(&at).unwrap_or(&u64::MAX);
+            at = *self.before.borrow().get(&at).unwrap_or(&u64::MAX);
         }
         state
     }
@@ -223,7 +232,7 @@ impl Fake {
 
     fn extend(&mut self, state: u64, token: u32) -> u64 {
         let next = after(state, token);
-        self.before.insert(next, state);
+        self.before.borrow_mut().insert(next, state);
         next
     }
 
@@ -307,7 +316,7 @@ impl Machine for Fake {
     }
 
     fn sync(&mut self) -> Result<(), EngineError> {
-        Ok(())
+        self.may_fail(&[])
     }
 
     fn clear(&mut self, slot: u32) {

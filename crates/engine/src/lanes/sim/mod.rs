@@ -2,19 +2,23 @@
 //! notices when a lane sees what is not its own.
 
 mod fake;
+mod memory;
+mod single;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::{Core, Job, Limits, Lost, Phase, Rules, check};
+use crate::disk::{Disk, Hand};
 use crate::sampler::{SamplingDefaults, SamplingOptions};
 use crate::scheduler::{OVERTAKING, Turns};
 use crate::service::{
-    CachePolicy, Constraint, Event, Finish, Priority, Request, RequestError, RequestId,
-    ServiceStats,
+    CachePolicy, CacheSource, Constraint, Event, Finish, Priority, Request, RequestError,
+    RequestId, ServiceStats,
 };
-use fake::{Fake, Faults, Random, Time, VOCAB, after, answer};
+use fake::{Before, Fake, Faults, Random, Time, VOCAB, after, answer};
+use memory::Memory;
 
 const STEPS: usize = 10_000;
 const SEEDS: u64 = 100;
@@ -37,9 +41,28 @@ enum Sabotage {
     ForgetsWhoDecodes,
 }
 
+/// Bytes of the disk tier, and what it may write a second.
+const QUOTA: (u64, u64) = (60_000, 1 << 20);
+
+/// What happens to the disk tier, once in so many steps; 0 is never.
+#[derive(Clone, Copy, Debug, Default)]
+struct DiskWorld {
+    /// Whether there is one.
+    on: bool,
+    /// Of reads and writes: those that fail. Then its thread may die as well.
+    fails: usize,
+    /// A file is damaged.
+    harms: usize,
+    /// A file is damaged so that its checksum is right, which nobody could tell: the sabotage.
+    forges: usize,
+    /// The process ends, and another begins with what is on disk.
+    restarts: usize,
+}
+
 /// One seed's world.
 #[derive(Clone, Copy, Debug, Default)]
 struct World {
+    disk: DiskWorld,
     faults: Faults,
     sabotage: Sabotage,
     /// Short requests that never stop coming, and a long one among them.
@@ -55,6 +78,7 @@ struct Heard {
     end: Option<Result<Finish, RequestError>>,
     last_tokens: Option<Duration>,
     wrong: Option<String>,
+    from_disk: bool,
 }
 
 struct Asked {
@@ -79,6 +103,11 @@ struct Sim {
     asked: HashMap<RequestId, Asked>,
     next_id: u64,
     ended: u64,
+    before: Before,
+    memory: Memory,
+    hand: Option<Hand>,
+    /// Requests that went on from what came from disk.
+    disk_hits: u64,
 }
 
 /// Breaks now and then.
@@ -106,8 +135,8 @@ impl Sim {
             slots,
             pages: max_pages + random.below(slots * max_pages),
             snapshots: if random.one_in(8) { 0 } else { 1 + random.below(12) },
-            snapshot_bytes: 1000,
-            page_bytes: 10,
+            snapshot_bytes: 8,
+            page_bytes: 8 * ops::PAGE_TOKENS,
             block,
             chunk: 128,
             depth: 1 + random.below(2),
@@ -134,6 +163,10 @@ impl Sim {
             asked: HashMap::new(),
             next_id: 1,
             ended: 0,
+            before: Before::default(),
+            memory: Memory::new(seed, world.disk.fails),
+            hand: None,
+            disk_hits: 0,
         };
         sim.core = Some(sim.fresh_core());
         sim
@@ -142,7 +175,52 @@ impl Sim {
     fn fresh_core(&mut self) -> Core<Fake> {
         let seed = self.random.next();
         let fake = Fake::new(self.limits, seed, self.clock.clone(), self.world.faults);
-        Core::new(fake, self.rules, None)
+        let files = self.world.disk.on.then(|| Arc::new(self.memory.clone()));
+        // A folder that can't be read: there is no disk tier until the next start.
+        let opened = files.and_then(|files| Disk::by_hand(files, QUOTA.0, QUOTA.1).ok());
+        let (disk, hand) = opened.unzip();
+        self.hand = hand;
+        Core::new(fake.knowing(&self.before), self.rules, disk)
+    }
+
+    /// The machine is lost, or the whole process: others begin, with the jobs that wait and what is on disk.
+    fn start_over(&mut self, why: String, crash: bool) {
+        let core = self.core.take().expect("there is one");
+        let (jobs, stats) = core.abandon(&RequestError::Device(why));
+        if let Some(hand) = self.hand.take() {
+            // Closed in order, all that was to be written is.
+            let mut left = if crash { self.random.below(6) } else { usize::MAX };
+            while left > 0 && hand.is_alive() && hand.step() {
+                left -= 1;
+            }
+        }
+        let mut core = self.fresh_core();
+        core.count_from(stats);
+        jobs.into_iter().for_each(|job| core.resume(job));
+        self.core = Some(core);
+    }
+
+    /// What happens to the disk in a step.
+    fn disk_step(&mut self) {
+        let DiskWorld { fails, harms, forges, restarts, .. } = self.world.disk;
+        if self.random.one_in(harms) {
+            self.memory.harm();
+        }
+        if self.random.one_in(forges) {
+            self.memory.forge();
+        }
+        if self.random.one_in(restarts) {
+            self.start_over("a restart".to_owned(), true);
+        }
+        let (works, dies) = (self.random.one_in(2), fails > 0 && self.random.one_in(5000));
+        if let Some(hand) = self.hand.as_ref().filter(|hand| hand.is_alive()) {
+            if works {
+                hand.step();
+            }
+            if dies {
+                hand.die();
+            }
+        }
     }
 
     fn core(&mut self) -> &mut Core<Fake> {
@@ -271,17 +349,15 @@ impl Sim {
             Sabotage::LosesACount if n == 500 => self.core().stats.accepted += 1,
             _ => {}
         }
+        if self.world.disk.on {
+            self.disk_step();
+        }
         let clock = self.clock.clone();
         let stepped = self.core().step(&|| clock.now());
         let busy = match stepped {
             Ok(busy) => busy,
             Err(Lost(error)) => {
-                let core = self.core.take().expect("there is one");
-                let (jobs, stats) = core.abandon(&RequestError::Device(error.to_string()));
-                let mut core = self.fresh_core();
-                core.count_from(stats);
-                jobs.into_iter().for_each(|job| core.resume(job));
-                self.core = Some(core);
+                self.start_over(error.to_string(), false);
                 true
             }
         };
@@ -321,6 +397,7 @@ impl Sim {
             if let Some(end) = &heard.end {
                 let asked = self.asked.remove(&id).expect("it was there");
                 self.ended += 1;
+                self.disk_hits += u64::from(heard.from_disk);
                 if end.is_ok() && self.texts.len() < 40 {
                     self.texts.push([asked.prompt, heard.tokens.clone()].concat());
                 }
@@ -332,8 +409,11 @@ impl Sim {
         if let Some(wrong) = core.machine.wrong.take() {
             return Err(wrong);
         }
-        let ServiceStats { accepted, completed, cancelled, failed, waiting, running, .. } =
-            core.stats();
+        let stats = core.stats();
+        let ServiceStats { accepted, completed, cancelled, failed, waiting, running, .. } = stats;
+        if stats.disk_bytes > QUOTA.0 {
+            return Err(format!("{} bytes on disk", stats.disk_bytes));
+        }
         let going = (waiting + running) as u64;
         if accepted != completed + cancelled + failed + going || going != open {
             return Err(format!(
@@ -403,7 +483,10 @@ impl Heard {
             self.wrong = Some(format!("{event:?} after the end"));
         }
         match event {
-            Event::Started { .. } => self.started = true,
+            Event::Started { cache, .. } => {
+                self.started = true;
+                self.from_disk = cache.source == CacheSource::Disk;
+            }
             Event::Prefill { done, total } => {
                 if done >= total {
                     self.wrong = Some(format!("{done} of {total} prompt tokens"));
@@ -435,7 +518,7 @@ impl Heard {
 }
 
 /// Runs a world to its end.
-fn run(seed: u64, world: World, steps: usize) -> Result<ServiceStats, String> {
+fn run(seed: u64, world: World, steps: usize) -> Result<(ServiceStats, u64), String> {
     let mut sim = Sim::new(seed, world);
     let told = |n: usize, why: String| format!("seed {seed}, step {n}: {why}");
     for n in 0..steps {
@@ -444,10 +527,12 @@ fn run(seed: u64, world: World, steps: usize) -> Result<ServiceStats, String> {
     // Then nobody comes any more, and everything must end.
     for n in 0..20_000 {
         let busy = sim.step(steps + n, false).map_err(|why| told(steps + n, why))?;
-        if !busy && sim.core().is_idle() {
+        let worked = sim.hand.as_ref().is_some_and(|hand| hand.is_alive() && hand.step());
+        if !busy && !worked && sim.core().is_idle() {
             break;
         }
     }
+    let (disk_hits, on_disk) = (sim.disk_hits, sim.memory.bytes());
     let core = sim.core();
     look_closely(core).map_err(|why| told(steps, why))?;
     if !core.is_idle() {
@@ -455,24 +540,37 @@ fn run(seed: u64, world: World, steps: usize) -> Result<ServiceStats, String> {
     }
     let stats = core.stats();
     let alone = core.cache.pages_alone(&core.pages);
+    let DiskWorld { fails, harms, forges, .. } = world.disk;
+    if fails + harms + forges == 0 && stats.disk_bytes != on_disk {
+        return Err(format!("seed {seed}: {} bytes count, {on_disk} are there", stats.disk_bytes));
+    }
     core.cache.clear(&mut core.pages);
     if alone != stats.pages_used || core.pages.used() != 0 {
         return Err(format!("seed {seed}: {} pages are left", core.pages.used()));
     }
-    Ok(stats)
+    Ok((stats, disk_hits))
 }
 
 #[test]
 fn nothing_leaks_changes_or_starves() {
-    let mut sum = ServiceStats::default();
+    let (mut sum, mut disk_hits) = (ServiceStats::default(), 0);
     for seed in 0..SEEDS {
         let faults = match seed % 4 {
             0 => Faults { fails: 150, lost: 5, ..Faults::default() },
             1 => Faults { fails: 1000, lost: 2, ..Faults::default() },
             _ => Faults::default(),
         };
-        let world = World { faults, crowd: seed % 10 == 9, ..World::default() };
-        let stats = run(seed, world, STEPS).unwrap_or_else(|why| panic!("{why}"));
+        // Half of them have a disk tier: one on which all is well, one that decays, one that fails too.
+        let on = DiskWorld { on: true, restarts: 700, ..DiskWorld::default() };
+        let disk = match seed % 6 {
+            0 => on,
+            2 => DiskWorld { harms: 200, ..on },
+            4 => DiskWorld { harms: 400, fails: 30, ..on },
+            _ => DiskWorld::default(),
+        };
+        let world = World { disk, faults, crowd: seed % 10 == 9, ..World::default() };
+        let (stats, hits) = run(seed, world, STEPS).unwrap_or_else(|why| panic!("{why}"));
+        disk_hits += hits;
         sum.completed += stats.completed;
         sum.cancelled += stats.cancelled;
         sum.failed += stats.failed;
@@ -480,10 +578,11 @@ fn nothing_leaks_changes_or_starves() {
         sum.prompt_tokens += stats.prompt_tokens;
         sum.evictions += stats.evictions;
     }
-    println!("{sum:?}");
+    println!("{sum:?}, {disk_hits} from disk");
     // Everything that was to be tested did happen.
     assert!(sum.completed > 20_000 && sum.cancelled > 2_000 && sum.failed > 1_000, "{sum:?}");
     assert!(10 * sum.cached_tokens > sum.prompt_tokens && sum.evictions > 5_000, "{sum:?}");
+    assert!(disk_hits > 500, "{disk_hits} requests went on from what was on disk");
 }
 
 /// The checks notice what they are there for.
@@ -498,65 +597,10 @@ fn a_broken_core_is_found_out() {
     let by = |sabotage: Sabotage, crowd: bool| World { sabotage, crowd, ..World::default() };
     found(with(Faults { forgets_copies: true, ..Faults::default() }), "another text's position");
     found(with(Faults { spoils_snapshots: true, ..Faults::default() }), "snapshot");
+    let disk = DiskWorld { on: true, restarts: 700, forges: 20, ..DiskWorld::default() };
+    found(World { disk, ..World::default() }, "was changed");
     found(by(Sabotage::LosesAPage, false), "pages count as used");
     found(by(Sabotage::LosesACount, false), "counters");
     found(by(Sabotage::ForgetsWhoWaits, true), "starves");
     found(by(Sabotage::ForgetsWhoDecodes, false), "between tokens");
-}
-
-/// A job nobody listens to.
-fn quiet(id: u64, prompt: &[u32], boundaries: Vec<usize>) -> Job {
-    let greedy = SamplingOptions { temperature: Some(0.0), ..SamplingOptions::default() };
-    let request = Request {
-        prompt: prompt.to_vec(),
-        boundaries,
-        max_tokens: 1,
-        stop_tokens: Vec::new(),
-        sampler: greedy.resolve(&SamplingDefaults::default(), VOCAB).expect("valid options"),
-        logprobs: None,
-        constraint: None,
-        draft: false,
-        priority: Priority::Normal,
-        deadline: None,
-        cache: CachePolicy::Shared,
-    };
-    Job {
-        id: RequestId(id),
-        remaining: request.prompt.len(),
-        request,
-        events: Box::new(|_| ()),
-        submitted: Duration::ZERO,
-        deadline: None,
-        overtaken: 0,
-        deaf: false,
-        loading: None,
-    }
-}
-
-/// What goes on from a checkpoint inside a page is computed in other pieces than a prompt that found
-/// nothing, so it is not exact.
-#[test]
-fn only_whole_pages_stay_exact() {
-    let clock = Time::default();
-    let prompt: Vec<u32> = (0..300).map(|i| i * i % VOCAB as u32).collect();
-    // What the first prompt's passes computed ends inside a page, or with one. The second prompt parts
-    // there: its next token is another.
-    for (first, exact) in [(101, 0), (129, 192)] {
-        let mut second = prompt[..250].to_vec();
-        second[first - 1] = (second[first - 1] + 1) % VOCAB as u32;
-        let sim = Sim::new(1, World::default());
-        let limits = Limits { snapshots: 8, slots: 1, pages: 40, ..sim.limits };
-        let fake = Fake::new(limits, 1, clock.clone(), Faults::default());
-        let rules = Rules { grid: 2048, exact: false, ..sim.rules };
-        let mut core = Core::new(fake, rules, None);
-        for job in [quiet(1, &prompt[..first], Vec::new()), quiet(2, &second, vec![192])] {
-            core.submit(job);
-            while !core.is_idle() {
-                core.step(&|| clock.now()).expect("no faults");
-            }
-        }
-        let found = |policy| core.cache.find(&second[..200], policy).tokens();
-        assert_eq!(found(CachePolicy::Shared), 192);
-        assert_eq!(found(CachePolicy::Exact), exact, "after {first}");
-    }
 }
