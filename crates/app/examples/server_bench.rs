@@ -204,12 +204,18 @@ fn scripted() -> anyhow::Result<()> {
             let rate = busy(address, streams).await?;
             println!("{name} replies, {BUSY} connections without a pause: {rate:.0} requests/s");
         }
-        for (streams, name) in [(false, "whole"), (true, "streamed")] {
-            let mut times = paced(address, streams).await?;
+        // What sockets, threads and this client take is seen at a route that does nothing.
+        let (whole, streamed) = (chat(false, 64), chat(true, 64));
+        let asked = [("nothing", None), ("whole", Some(&whole)), ("streamed", Some(&streamed))];
+        for (name, body) in asked {
+            let mut times = paced(address, body).await?;
             times.sort_unstable();
-            let at = |share: f64| times[(share * (times.len() - 1) as f64) as usize];
+            let at =
+                |share: f64| times[(share * (times.len() - 1) as f64) as usize].as_secs_f64() * 1e3;
             let (p50, p99, most) = (at(0.5), at(0.99), at(1.0));
-            println!("{name} replies at 100 a second: p50 {p50:?}, p99 {p99:?}, longest {most:?}");
+            println!(
+                "{name} at 100 a second: p50 {p50:.2} ms, p99 {p99:.2} ms, longest {most:.2} ms"
+            );
         }
         idle(address).await
     })?;
@@ -238,8 +244,8 @@ async fn busy(address: SocketAddr, streams: bool) -> anyhow::Result<f64> {
     Ok(f64::from(count) / BUSY_TIME.as_secs_f64())
 }
 
-/// Times from when a request was due to the end of its reply.
-async fn paced(address: SocketAddr, streams: bool) -> anyhow::Result<Vec<Duration>> {
+/// Times from when a request was due to the end of its reply; of `/ready` if there is no body.
+async fn paced(address: SocketAddr, body: Option<&Value>) -> anyhow::Result<Vec<Duration>> {
     let mut client = Client::to(address).await?;
     let begun = Instant::now();
     let mut times = Vec::with_capacity(PACED);
@@ -252,7 +258,10 @@ async fn paced(address: SocketAddr, streams: bool) -> anyhow::Result<Vec<Duratio
                 None => std::hint::spin_loop(),
             }
         }
-        client.ask("/v1/chat/completions", &chat(streams, 64)).await?;
+        match body {
+            Some(body) => drop(client.ask("/v1/chat/completions", body).await?),
+            None => drop(client.get("/ready").await?),
+        }
         times.push(due.elapsed());
     }
     Ok(times)
@@ -378,8 +387,18 @@ impl Client {
         }
     }
 
+    async fn get(&mut self, path: &str) -> anyhow::Result<String> {
+        let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n");
+        self.0.get_mut().write_all(request.as_bytes()).await?;
+        self.reply().await
+    }
+
     async fn ask(&mut self, path: &str, body: &Value) -> anyhow::Result<String> {
         self.send(path, body).await?;
+        self.reply().await
+    }
+
+    async fn reply(&mut self) -> anyhow::Result<String> {
         let mut reply = Vec::new();
         match self.head().await? {
             Some(length) => {

@@ -23,11 +23,11 @@ use engine::{
 };
 use ops::{Device, DryRun};
 
-const DOCUMENTS: [usize; 3] = [1500, 8000, 32_000];
+const DOCUMENTS: [usize; 3] = [1500, 7600, 32_000];
 const LANES: [usize; 5] = [1, 2, 4, 8, 16];
 const REPEATS: u64 = 3;
 /// Tokens of each answer where rates are measured.
-const ANSWER: usize = 96;
+const ANSWER: usize = 192;
 
 fn main() -> anyhow::Result<()> {
     let args = std::env::args_os().skip(1);
@@ -82,8 +82,15 @@ fn start(
 struct Answer {
     ids: Vec<u32>,
     first: Duration,
-    gaps: Vec<Duration>,
+    /// Rounds: when they came, and with how many tokens.
+    rounds: Vec<(Instant, usize)>,
     done: Done,
+}
+
+impl Answer {
+    fn gaps(&self) -> Vec<Duration> {
+        self.rounds.windows(2).map(|pair| pair[1].0 - pair[0].0).collect()
+    }
 }
 
 impl Bench {
@@ -126,22 +133,17 @@ impl Bench {
 }
 
 fn wait(begun: Instant, events: &Receiver<(Instant, Event)>) -> anyhow::Result<Answer> {
-    let (mut ids, mut gaps) = (Vec::new(), Vec::new());
-    let (mut first, mut last) = (None, begun);
+    let (mut ids, mut rounds) = (Vec::new(), Vec::new());
     loop {
         let (at, event) = events.recv().context("the service has gone")?;
         match event {
             Event::Tokens { tokens, .. } => {
-                match first {
-                    None => first = Some(at - begun),
-                    Some(_) => gaps.push(at - last),
-                }
-                last = at;
+                rounds.push((at, tokens.len()));
                 ids.extend(tokens.iter().map(|token| token.id));
             }
             Event::Done(done) => {
-                let first = first.unwrap_or_default();
-                return Ok(Answer { ids, first, gaps, done });
+                let first = rounds.first().map_or(Duration::ZERO, |(at, _)| *at - begun);
+                return Ok(Answer { ids, first, rounds, done });
             }
             Event::Failed(error) => anyhow::bail!(error),
             _ => {}
@@ -214,14 +216,11 @@ fn rates(request: &LoadRequest) -> anyhow::Result<()> {
         for repeat in 0..REPEATS {
             let prompts = (0..lanes).map(|i| bench.tokens(1000 * repeat + i as u64, 64));
             let prompts: Vec<Vec<u32>> = prompts.collect();
-            let begun = Instant::now();
             let asked = prompts.iter().map(|prompt| bench.submit(prompt, Vec::new(), ANSWER));
             let asked: Vec<_> = asked.collect::<anyhow::Result<_>>()?;
-            let mut tokens = 0;
-            for (_, begun, events) in &asked {
-                tokens += wait(*begun, events)?.ids.len();
-            }
-            rates.push(tokens as f64 / begun.elapsed().as_secs_f64());
+            let answers = asked.iter().map(|(_, begun, events)| wait(*begun, events));
+            let answers: Vec<Answer> = answers.collect::<anyhow::Result<_>>()?;
+            rates.push(while_all_answer(&answers));
         }
         rates.sort_by(f64::total_cmp);
         let rate = rates[rates.len() / 2];
@@ -229,6 +228,20 @@ fn rates(request: &LoadRequest) -> anyhow::Result<()> {
         println!("| {lanes} | {rate:.1} | {:.2} x |", rate / alone);
     }
     Ok(())
+}
+
+/// Tokens a second from when the last lane began to answer until the first one ended.
+fn while_all_answer(answers: &[Answer]) -> f64 {
+    let ends = |end: fn(&[(Instant, usize)]) -> Option<&(Instant, usize)>| {
+        answers.iter().filter_map(move |answer| end(&answer.rounds)).map(|(at, _)| *at)
+    };
+    let (Some(from), Some(to)) = (ends(<[_]>::first).max(), ends(<[_]>::last).min()) else {
+        return 0.0;
+    };
+    let rounds = answers.iter().flat_map(|answer| &answer.rounds);
+    let within = rounds.filter(|(at, _)| *at > from && *at <= to);
+    let tokens: usize = within.map(|(_, tokens)| tokens).sum();
+    tokens as f64 / to.saturating_duration_since(from).as_secs_f64().max(1e-9)
 }
 
 fn gap(request: &LoadRequest) -> anyhow::Result<()> {
@@ -250,10 +263,10 @@ fn gap(request: &LoadRequest) -> anyhow::Result<()> {
         let until = begun.elapsed();
         bench.service.cancel(id);
         let running = wait(begun, &events)?;
-        let mut calm = calm.gaps;
+        let mut calm = calm.gaps();
         calm.sort();
         let ms = |time: Duration| 1e3 * time.as_secs_f64();
-        let longest = running.gaps.iter().max().copied().unwrap_or_default();
+        let longest = running.gaps().iter().max().copied().unwrap_or_default();
         let median = calm.get(calm.len() / 2).copied().unwrap_or_default();
         println!(
             "| {repeat} | {:.1} | {:.1} | {:.1} of {:.1} |",

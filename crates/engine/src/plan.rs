@@ -182,7 +182,7 @@ pub fn plan<E: From<TooLarge>>(
     options.pages = Some((own + more + spare) as usize);
     options.snapshots = snapshots as usize;
     footprint.memory.kv += (more + spare) * footprint.page;
-    footprint.memory.state += snapshots * footprint.snapshot;
+    footprint.memory.snapshots += snapshots * footprint.snapshot;
     let cache = snapshots * footprint.snapshot + spare * footprint.page;
     Ok(Plan { options, footprint, cache, budget })
 }
@@ -200,7 +200,8 @@ mod tests {
         let memory = MemoryBytes {
             weights: 1024 * MB,
             kv: pages * MB,
-            state: 4 * options.slots as u64 * MB + 2 * options.snapshots as u64 * MB,
+            state: 4 * options.slots as u64 * MB,
+            snapshots: 2 * options.snapshots as u64 * MB,
             ..MemoryBytes::default()
         };
         let (working, page, snapshot, block) = (16 * MB, MB, 2 * MB, 8);

@@ -84,7 +84,8 @@ impl Rate {
         let seconds = took.as_secs_f64();
         if seconds > 0.0 {
             let rate = tokens as f64 / seconds;
-            self.0 = if self.0 == 0.0 { rate } else { 0.7 * self.0 + 0.3 * rate };
+            // A bound in time has to hold where it got slower: later positions cost more.
+            self.0 = if self.0 == 0.0 || rate < self.0 { rate } else { 0.7 * self.0 + 0.3 * rate };
         }
     }
 

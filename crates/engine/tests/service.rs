@@ -5,9 +5,11 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::served::{Asked, PATIENCE, ask, endless, service, submit};
-use common::{With, answer, engine, engine_with, greedy, prompts, request, sampler};
+use common::{With, answer, engine, engine_on, engine_with, greedy, prompts, request, sampler};
+use engine::plan::{Footprint, Room, TooLarge, Wishes, plan};
 use engine::service::{CachePolicy, Constraint, Event, Finish, Health, Refusal, Request, Service};
 use engine::{EngineOptions, SamplingOptions, ServiceOptions, Session, serve};
+use ops::{ActDtype, DryRun};
 
 fn lanes(slots: usize) -> EngineOptions {
     EngineOptions { context: 1024, slots, snapshots: 8, ..EngineOptions::default() }
@@ -21,6 +23,22 @@ fn seeded(seed: u64) -> engine::Sampler {
         seed: Some(seed),
         ..SamplingOptions::default()
     })
+}
+
+#[test]
+fn an_engine_takes_what_was_planned() {
+    let measure = |options: &EngineOptions| {
+        let dev = DryRun::new(ActDtype::I8);
+        Ok(Footprint::of(&engine_on(dev, With::DFlash, *options).expect("an engine")))
+    };
+    let room =
+        Room { free: 8 << 30, longest_context: 8192, default_context: 2048, default_lanes: 4 };
+    for cache in [None, Some(0), Some(300 << 20)] {
+        let wishes = Wishes { cache, ..Wishes::default() };
+        let plan = plan::<TooLarge>(lanes(1), &wishes, &room, &mut { measure }).expect("room");
+        assert_eq!(plan.options.snapshots > 0, cache != Some(0));
+        assert_eq!(measure(&plan.options), Ok(plan.footprint), "{plan:?}");
+    }
 }
 
 #[test]

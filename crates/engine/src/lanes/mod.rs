@@ -379,7 +379,10 @@ impl<M: Machine> Core<M> {
             return self.lanes_failed(&[slot], error);
         }
         self.failures = 0;
-        self.prefill_rate.add(rows, took);
+        // A few rows take almost as long as a page.
+        if rows >= PAGE_TOKENS {
+            self.prefill_rate.add(rows, took);
+        }
         self.stats.prefill_passes += 1;
         self.stats.prefill_time += took;
         let Some(running) = &mut self.lanes[slot as usize] else { return Ok(()) };
@@ -401,7 +404,9 @@ impl<M: Machine> Core<M> {
     /// with the prompt; so the bits of the state depend on positions alone.
     fn slice_rows(&self, slot: u32, decoding: bool) -> usize {
         let Some(running) = &self.lanes[slot as usize] else { return 0 };
-        let bounded = self.prefill_rate.within(self.rules.slice).filter(|_| decoding);
+        // No two passes take the same time: a quarter of the bound is for those that take longer.
+        let slice = self.rules.slice.mul_f64(0.75);
+        let bounded = self.prefill_rate.within(slice).filter(|_| decoding);
         // Before anything was measured, a lane that decodes waits for a page at most.
         let budget = match bounded {
             Some(rows) => rows,
