@@ -8,11 +8,15 @@
 //! What is emitted does not depend on this: see the exactness contract. Where it would (a seed with
 //! an acceptance rule that depends on the proposals), the caller drafts always.
 
-/// Rounds of either kind before the first comparison, and of a try that goes well.
+/// Rounds of either kind before the first comparison, and of a try that goes well: of one lane, and at
+/// the least. With more lanes each round says more, and the dearer kind costs more.
 const TRY: u32 = 6;
+const LEAST_TRY: u32 = 2;
 /// Rounds between two tries of the slower kind: at first, and after many that went badly, each of
 /// which doubles it.
 const BETWEEN_TRIES: std::ops::RangeInclusive<u32> = 12..=192;
+/// The next try waits until so many times the time has passed that the last one lost.
+const EARNED: f64 = 20.0;
 /// How much faster the other kind must be before it replaces the current one.
 const MARGIN: f64 = 1.05;
 /// Weight of the newest sample in a mean.
@@ -29,28 +33,36 @@ pub(crate) struct Pace {
     /// Tokens of a drafted round.
     tokens: Mean,
     drafting: bool,
-    /// Rounds left before the other kind is tried, and then of that try.
+    /// Rounds of a try.
+    rounds: u32,
+    /// Rounds and seconds left before the other kind is tried, and then rounds of that try.
     until_try: u32,
+    wait: f64,
     in_try: u32,
+    /// Seconds that this try has lost against the current kind.
+    loss: f64,
     /// Rounds between tries now.
     between: u32,
 }
 
-impl Default for Pace {
-    fn default() -> Pace {
+impl Pace {
+    /// For rounds of so many lanes.
+    pub(crate) fn of(lanes: usize) -> Pace {
+        let rounds = (TRY / lanes as u32).max(LEAST_TRY);
         Pace {
             plain: Mean::default(),
             drafted: Mean::default(),
             tokens: Mean::default(),
             drafting: true,
-            until_try: TRY,
+            rounds,
+            until_try: rounds,
+            wait: 0.0,
             in_try: 0,
+            loss: 0.0,
             between: *BETWEEN_TRIES.start(),
         }
     }
-}
 
-impl Pace {
     /// Whether the next round should draft.
     pub(crate) fn drafts(&self) -> bool {
         self.drafting != (self.in_try > 0)
@@ -64,23 +76,31 @@ impl Pace {
         } else {
             self.plain.add(seconds);
         }
-        let learning = self.plain.samples.min(self.drafted.samples) < TRY;
+        let learning = self.plain.samples.min(self.drafted.samples) < self.rounds;
         if self.in_try > 0 {
-            let rate = if drafted { tokens } else { 1.0 } / seconds;
+            let tokens = if drafted { tokens } else { 1.0 };
+            let current = self.rate(self.drafting);
             // Another round only if this one was better, or nothing is known yet.
-            let go_on = learning || rate > self.rate(self.drafting);
+            let go_on = learning || tokens / seconds > current;
+            if !learning {
+                self.loss += seconds - tokens / current;
+            }
             self.in_try = if go_on { self.in_try - 1 } else { 0 };
             if self.in_try == 0 {
+                self.wait = EARNED * std::mem::take(&mut self.loss);
                 self.decide();
             }
-        } else if self.until_try > 0 {
-            self.until_try -= 1;
+            return;
+        }
+        self.wait -= seconds;
+        if self.until_try > 0 || self.wait > 0.0 {
+            self.until_try = self.until_try.saturating_sub(1);
             if self.drafting && !learning {
                 // A text that drafts badly shows without a try.
                 self.decide();
             }
         } else {
-            self.in_try = TRY;
+            self.in_try = self.rounds;
             self.until_try = self.between;
             self.between = (2 * self.between).min(*BETWEEN_TRIES.end());
         }
@@ -143,22 +163,25 @@ mod tests {
 
     #[test]
     fn drafts_while_that_pays() {
-        let (_, share) = run(&mut Pace::default(), 1000, 1.0, 1.5, &|i| 2 + i % 2);
+        let (_, share) = run(&mut Pace::of(1), 1000, 1.0, 1.5, &|i| 2 + i % 2);
         assert!(share > 0.95, "{share}");
     }
 
     #[test]
     fn never_much_slower_than_plain_rounds() {
-        for (cost, tokens) in [(3.0, 2), (4.0, 1), (2.0, 1), (1.2, 1)] {
-            let (rate, share) = run(&mut Pace::default(), 2000, 1.0, cost, &|_| tokens);
+        for (cost, tokens) in [(3.0, 2), (4.0, 1), (2.0, 1), (1.2, 1), (8.0, 5)] {
+            let (rate, share) = run(&mut Pace::of(1), 2000, 1.0, cost, &|_| tokens);
             assert!(rate > 0.95, "cost {cost}, {tokens} tokens: {rate}");
             assert!(share < 0.05, "{share}");
         }
+        // Many lanes: soon decided, and tries are rare where they are dear.
+        let (rate, _) = run(&mut Pace::of(8), 300, 1.0, 8.0, &|_| 5);
+        assert!(rate > 0.93, "{rate}");
     }
 
     #[test]
     fn follows_the_text() {
-        let mut pace = Pace::default();
+        let mut pace = Pace::of(1);
         let (_, chat) = run(&mut pace, 500, 1.0, 2.5, &|_| 2);
         let (_, code) = run(&mut pace, 1000, 1.0, 2.5, &|_| 6);
         let (_, chat_again) = run(&mut pace, 500, 1.0, 2.5, &|_| 2);
@@ -167,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_disturbed_round_changes_nothing_for_long() {
-        let mut pace = Pace::default();
+        let mut pace = Pace::of(1);
         run(&mut pace, 200, 1.0, 1.5, &|_| 3);
         pace.took(pace.drafts(), 40.0, 3.0);
         let (_, share) = run(&mut pace, 400, 1.0, 1.5, &|_| 3);

@@ -106,7 +106,7 @@ impl Session {
             request: None,
             started: Instant::now(),
             stats: Stats::default(),
-            pace: Pace::default(),
+            pace: Pace::of(1),
         }
     }
 

@@ -94,7 +94,7 @@ impl<M: Machine> Core<M> {
             lanes: (0..limits.slots).map(|_| None).collect(),
             turns: Turns::new(rules.decode_share),
             prefill_rate: Rate::default(),
-            paces: vec![Pace::default(); limits.slots],
+            paces: (1..=limits.slots).map(Pace::of).collect(),
             round_from: None,
             alone: (usize::MAX, 0, 0),
             stats: ServiceStats::default(),
