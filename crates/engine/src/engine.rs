@@ -291,8 +291,8 @@ impl<D: Device> Engine<D> {
             weights: sum(&mut bufs(self.target.pass_weights()).chain(embed)),
             draft: sum(&mut drafts().flat_map(|(d, _)| bufs(d.pass_weights())).chain(codebooks)),
             kv: sum(&mut pools.flat_map(|kv| [kv.keys, kv.values])),
-            state: sum(&mut cells.clone().flat_map(|c| [c.history, c.state, c.pending])),
-            snapshots: sum(&mut cells.flat_map(|c| [c.saved_state, c.saved_history])),
+            state: sum(&mut cells.flat_map(|c| [c.history, c.state, c.pending])),
+            snapshots: self.state.saved.bytes as u64,
         }
     }
 

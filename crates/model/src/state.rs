@@ -74,10 +74,6 @@ pub struct Cell {
     pub pending: Buf,
     /// The most rows of a verify pass.
     pub block: usize,
-    /// `[snapshots]` of one slot's `state`.
-    pub saved_state: Buf,
-    /// `[snapshots][3][channels]` f32: the rows before a lane's next.
-    pub saved_history: Buf,
 }
 
 /// The memory of all lanes of one model.
@@ -87,6 +83,9 @@ pub struct State {
     pub kv: Vec<KvPool>,
     /// One for each GatedDeltaNet layer.
     pub cells: Vec<Cell>,
+    /// `[snapshots]`, each with one slot's `state` and the `[3][channels]` f32 rows of history before its
+    /// lane's next, cell after cell: one range of memory, so that taking a snapshot touches few pages.
+    pub saved: Buf,
     slots: usize,
     snapshots: usize,
     snapshot_bytes: usize,
@@ -154,12 +153,11 @@ impl State {
                     pending: dev
                         .alloc(slots * GatedDelta::pending_bytes(g, s.block), "pending rows")?,
                     block: s.block,
-                    saved_state: dev.alloc(s.snapshots * state, "snapshots")?,
-                    saved_history: dev.alloc(s.snapshots * (CONV_TAPS - 1) * row, "snapshots")?,
                 });
             }
         }
-        Ok(State { kv, cells, slots, snapshots: s.snapshots, snapshot_bytes })
+        let saved = dev.alloc(s.snapshots * snapshot_bytes, "snapshots")?;
+        Ok(State { kv, cells, saved, slots, snapshots: s.snapshots, snapshot_bytes })
     }
 
     /// Empties a slot: its recurrent state and history become zero. Pages need no clearing, since
@@ -197,12 +195,10 @@ impl State {
         self.snapshot_bytes
     }
 
-    /// The buffers of snapshot number `index`, in order; empty where there are no snapshots.
-    pub fn snapshot_buffers(&self, index: usize) -> impl Iterator<Item = Buf> + '_ {
-        let bufs = self.cells.iter().flat_map(|cell| [cell.saved_state, cell.saved_history]);
-        bufs.map(move |buf| {
-            buf.rows(index, 1.min(self.snapshots), buf.bytes / self.snapshots.max(1))
-        })
+    /// The memory of snapshot number `index`.
+    pub fn snapshot_buffer(&self, index: usize) -> Buf {
+        assert!(index < self.snapshots, "snapshot {index} of {}", self.snapshots);
+        self.saved.rows(index, 1, self.snapshot_bytes)
     }
 
     /// Each part of a slot's memory, with half `half` of its history, and the snapshot's part for it.
@@ -212,15 +208,16 @@ impl State {
         half: usize,
         snapshot: usize,
     ) -> impl Iterator<Item = (Buf, Buf)> + '_ {
-        assert!(snapshot < self.snapshots, "snapshot {snapshot} of {}", self.snapshots);
-        self.cells.iter().flat_map(move |cell| {
+        let saved = self.snapshot_buffer(snapshot);
+        let each = saved.bytes / self.cells.len().max(1);
+        self.cells.iter().enumerate().flat_map(move |(i, cell)| {
             let state = cell.state.bytes / self.slots;
-            let history = cell.saved_history.bytes / self.snapshots;
             let half_bytes = cell.history.bytes / (2 * self.slots);
             let halves = cell.history.rows(2 * slot + half, 1, half_bytes);
+            let saved = saved.rows(i, 1, each);
             [
-                (cell.state.rows(slot, 1, state), cell.saved_state.rows(snapshot, 1, state)),
-                (halves.slice(0, history), cell.saved_history.rows(snapshot, 1, history)),
+                (cell.state.rows(slot, 1, state), saved.slice(0, state)),
+                (halves.slice(0, each - state), saved.slice(state, each - state)),
             ]
         })
     }

@@ -12,7 +12,7 @@ use super::files::Files;
 pub(crate) type Key = [u8; 32];
 
 const MAGIC: &[u8; 8] = b"THCACHE1";
-const HEADER: usize = 8 + 4 + 32 + 8;
+pub(super) const HEADER: usize = 8 + 4 + 32 + 8;
 const SUM: usize = 32;
 
 /// What a file holds.
@@ -96,8 +96,9 @@ pub(super) fn read(files: &dyn Files, kind: Kind, key: &Key) -> Result<Vec<u8>, 
 /// The first bytes of a file's payload, unchecked.
 pub(super) fn peek(files: &dyn Files, key: &Key, kind: Kind, most: usize) -> Option<Vec<u8>> {
     let mut start = files.read(&name(kind, key), HEADER + most).ok()?;
-    let head = start.get(..HEADER - 8)?;
-    (head == &header(kind, key, 0)[..HEADER - 8]).then(|| start.split_off(HEADER))
+    // All of the header but the length, of which nothing is known.
+    let head = start.get(..HEADER)?;
+    (head[..HEADER - 8] == header(kind, key, 0)[..HEADER - 8]).then(|| start.split_off(HEADER))
 }
 
 /// A file with another payload and a checksum that is right: what no reader can tell from what was written.

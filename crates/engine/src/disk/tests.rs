@@ -158,6 +158,23 @@ fn a_damaged_file_is_a_miss() {
     assert_eq!(folder.files().len(), 0);
 }
 
+/// What a file's header says is only looked at if there is a whole one.
+#[test]
+fn a_file_may_be_cut_anywhere() {
+    let folder = Folder::new("cut");
+    fs::create_dir_all(&folder.0).expect("a folder");
+    let (files, key, kind) = (files::Folder(folder.0.clone()), [7; 32], blob::Kind::State);
+    blob::write(&files, kind, &key, &[1; 20]).expect("written");
+    let path = folder.0.join(blob::name(kind, &key));
+    let whole = fs::read(&path).expect("a file");
+    for length in 0..whole.len() {
+        fs::write(&path, &whole[..length]).expect("written");
+        let start = blob::peek(&files, &key, kind, 8).map(|start| start.len());
+        assert_eq!(start, length.checked_sub(blob::HEADER).map(|rest| rest.min(8)), "{length}");
+        assert!(blob::read(&files, kind, &key).is_err());
+    }
+}
+
 /// A page that many checkpoints need is damaged: all of them are forgotten, so that none is found in vain and
 /// whoever keeps such a text next writes the page anew.
 #[test]

@@ -1,7 +1,7 @@
 //! What lanes need of an engine: the seam at which tests put a machine of their own.
 
 use model::Lane;
-use ops::{Buf, Device};
+use ops::Device;
 
 use crate::engine::{Engine, EngineError};
 use crate::round::{Going, Masker, Round};
@@ -101,13 +101,11 @@ impl<D: Device> Machine for Engine<D> {
     }
 
     fn read_snapshot(&mut self, snapshot: u32, bytes: &mut Vec<u8>) {
-        let bufs: Vec<Buf> = self.state.snapshot_buffers(snapshot as usize).collect();
-        self.read_all(&bufs, bytes);
+        self.read_all(&[self.state.snapshot_buffer(snapshot as usize)], bytes);
     }
 
     fn write_snapshot(&mut self, snapshot: u32, bytes: &[u8]) {
-        let bufs: Vec<Buf> = self.state.snapshot_buffers(snapshot as usize).collect();
-        self.write_all(&bufs, bytes);
+        self.write_all(&[self.state.snapshot_buffer(snapshot as usize)], bytes);
     }
 
     fn sync(&mut self) -> Result<(), EngineError> {
