@@ -78,6 +78,8 @@ fn client(service: &dyn Service, seed: u64, until: Instant, count: &Count) {
             Ok(id) => id,
             Err(Refusal::Busy { .. } | Refusal::TooLong { .. }) => {
                 count.refused.fetch_add(1, Ordering::Relaxed);
+                // Clients that only knock would keep the processors from those that were let in.
+                std::thread::sleep(Duration::from_millis(5));
                 continue;
             }
             Err(error) => panic!("{error}"),
