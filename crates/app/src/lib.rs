@@ -95,7 +95,10 @@ pub fn main_with(
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
-    interrupt::install();
+    // A server drains when it is interrupted, and listens for that itself.
+    if !matches!(cli.command, Command::Serve(_)) {
+        interrupt::install();
+    }
     match command(&cli, loader) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => ExitCode::from(failure.report()),

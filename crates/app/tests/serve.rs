@@ -323,14 +323,19 @@ fn a_server_that_is_told_to_leave_ends_its_requests() {
 
 #[test]
 fn those_who_take_too_long_to_end_are_told() {
-    for more in [&[][..], &["--supervised"]] {
+    for (more, signal) in [
+        (&[][..], libc::SIGTERM),
+        (&[][..], libc::SIGINT),
+        (&["--supervised"], libc::SIGTERM),
+        (&["--supervised"], libc::SIGINT),
+    ] {
         let mut server = Server::start(&[&["--drain-timeout", "0.2"], more].concat());
         server.ready();
         let body = json!({"prompt": "Count: 1 2 3", "stream": true, "max_tokens": 1900, "logit_bias": {"2": -100, "0": -100}});
         let mut stream = BufReader::new(server.stream("/v1/completions", &body));
         let mut seen = String::new();
         stream.read_line(&mut seen).unwrap();
-        server.signal(libc::SIGTERM);
+        server.signal(signal);
         server.hears("leaving");
         stream.read_to_string(&mut seen).unwrap();
         assert!(seen.contains("data: {\"error\"") && seen.contains("server_stopped"), "{seen}");

@@ -83,7 +83,9 @@ impl Pace {
             // Another round only if this one was better, or nothing is known yet.
             let go_on = learning || tokens / seconds > current;
             if !learning {
-                self.loss += seconds - tokens / current;
+                // What disturbed a round is not its kind's fault.
+                let mean = if drafted { self.drafted.value } else { self.plain.value };
+                self.loss += seconds.min(CREDIBLE * mean) - tokens / current;
             }
             self.in_try = if go_on { self.in_try - 1 } else { 0 };
             if self.in_try == 0 {
@@ -194,6 +196,15 @@ mod tests {
         run(&mut pace, 200, 1.0, 1.5, &|_| 3);
         pace.took(pace.drafts(), 40.0, 3.0);
         let (_, share) = run(&mut pace, 400, 1.0, 1.5, &|_| 3);
+        assert!(share > 0.7, "{share}");
+        // Nor does one inside a try.
+        let mut pace = Pace::of(1);
+        run(&mut pace, 100, 1.0, 3.0, &|_| 2);
+        while pace.in_try == 0 {
+            pace.took(pace.drafts(), 1.0, 1.0);
+        }
+        pace.took(true, 100.0, 2.0);
+        let (_, share) = run(&mut pace, 1000, 1.0, 1.5, &|_| 4);
         assert!(share > 0.7, "{share}");
     }
 }

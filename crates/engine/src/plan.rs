@@ -173,7 +173,8 @@ pub fn plan<E: From<TooLarge>>(
     let each = footprint.snapshot + PAGES_PER_SNAPSHOT * footprint.page;
     let by_itself = (rest / 2).min(MOST_CACHE.0.max(MOST_CACHE.1 * each));
     let cache = wishes.cache.unwrap_or(by_itself);
-    let snapshots = cache.checked_div(each).unwrap_or(0);
+    let one = u64::from(cache > 0 && cache >= footprint.snapshot + footprint.page);
+    let snapshots = cache.checked_div(each).unwrap_or(0).max(one);
     let spare = if snapshots == 0 {
         0
     } else {

@@ -210,6 +210,10 @@ impl Service for EngineService {
             health => health,
         }
     }
+
+    fn disk_error(&self) -> Option<String> {
+        lock(&self.shared.disk_error).clone()
+    }
 }
 
 impl EngineService {
@@ -240,11 +244,6 @@ impl EngineService {
         sent.map_err(|_| Refusal::Unavailable("the engine has stopped".to_owned()))?;
         gate.underway += 1;
         Ok(id)
-    }
-
-    /// What went wrong with the disk tier last. Requests are answered all the same.
-    pub fn disk_error(&self) -> Option<String> {
-        lock(&self.shared.disk_error).clone()
     }
 
     /// Takes no more requests, lets those that are there end within `patience`, and stops. The rest
@@ -311,14 +310,13 @@ where
         };
         let shared = Arc::new(self.shared(&mut engine));
         let _gone = Gone(Arc::clone(&shared));
+        let mut disk = self.disk(&engine, &shared);
         let _ = ready.send(Ok(Arc::clone(&shared)));
         let mut crashes: VecDeque<Duration> = VecDeque::new();
         let mut stats = ServiceStats::default();
         let mut jobs = Vec::new();
         let mut drain = None;
         loop {
-            let (disk, why_not) = self.disk(&engine);
-            *lock(&shared.disk_error) = why_not;
             let mut core = Core::new(engine, self.rules(), disk);
             core.count_from(stats);
             jobs.drain(..).for_each(|job| core.resume(job));
@@ -334,6 +332,7 @@ where
                 Ok(rebuilt) => engine = rebuilt,
                 Err(why) => return self.give_up(&shared, jobs, stats, why),
             }
+            disk = self.disk(&engine, &shared);
         }
     }
 
@@ -366,16 +365,17 @@ where
         }
     }
 
-    /// The disk tier, or why there is none although one was asked for.
-    fn disk(&self, engine: &Engine<D>) -> (Option<Disk>, Option<String>) {
-        let Some(options) = &self.options.disk else { return (None, None) };
+    /// The disk tier; `shared` says why there is none although one was asked for.
+    fn disk(&self, engine: &Engine<D>, shared: &Shared) -> Option<Disk> {
+        let options = self.options.disk.as_ref()?;
         // Pages of another form belong to another state, whatever else is the same.
         let kv = engine.page_shape().kv.name();
         let fingerprint = format!("{}\nkeys and values in {kv}", options.fingerprint);
-        match Disk::open(&DiskOptions { fingerprint, ..options.clone() }) {
-            Ok(disk) => (Some(disk), None),
-            Err(error) => (None, Some(format!("{}: {error}", options.dir.display()))),
-        }
+        let opened = Disk::open(&DiskOptions { fingerprint, ..options.clone() });
+        let why_not = opened.as_ref().err();
+        *lock(&shared.disk_error) =
+            why_not.map(|error| format!("{}: {error}", options.dir.display()));
+        opened.ok()
     }
 
     fn rules(&self) -> Rules {

@@ -36,6 +36,11 @@ pub trait Service: Send + Sync {
 
     /// Whether it answers, as of now: never older than two seconds.
     fn health(&self) -> Health;
+
+    /// What went wrong with the disk tier last, if there is to be one. Requests are answered all the same.
+    fn disk_error(&self) -> Option<String> {
+        None
+    }
 }
 
 /// Names a request within one service.

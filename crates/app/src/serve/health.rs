@@ -94,7 +94,10 @@ pub async fn status(State(app): State<App>) -> Json<Value> {
     });
     if let (Ok(served), Value::Object(status)) = (app.lifecycle.facts(), &mut status) {
         let info = &served.info;
-        let stats = app.lifecycle.served().map(|served| served.service.stats()).unwrap_or_default();
+        let engine = app.lifecycle.served();
+        let engine = engine.as_ref().map(|served| &served.service);
+        let stats = engine.map(|engine| engine.stats()).unwrap_or_default();
+        let disk_error = engine.and_then(|engine| engine.disk_error());
         let memory = &info.memory;
         let defaults = &served.defaults;
         let model = json!({
@@ -136,14 +139,14 @@ pub async fn status(State(app): State<App>) -> Json<Value> {
         if let Value::Object(model) = model {
             status.extend(model);
         }
-        if let Value::Object(figures) = figures(&stats) {
+        if let Value::Object(figures) = figures(&stats, disk_error) {
             status.extend(figures);
         }
     }
     Json(status)
 }
 
-fn figures(stats: &ServiceStats) -> Value {
+fn figures(stats: &ServiceStats, disk_error: Option<String>) -> Value {
     let seconds = |time: Duration| time.as_secs_f64();
     let ratio = |a: u64, b: u64| (b > 0).then(|| a as f64 / b as f64);
     json!({
@@ -173,6 +176,7 @@ fn figures(stats: &ServiceStats) -> Value {
             "checkpoints": stats.checkpoints,
             "checkpoint_bytes": stats.checkpoint_bytes,
             "disk_bytes": stats.disk_bytes,
+            "disk_error": disk_error,
             "evictions": stats.evictions,
             "hit_share": ratio(stats.cached_tokens, stats.prompt_tokens),
         },

@@ -270,6 +270,9 @@ fn tell(app: &App, place: String) {
                     "{} on {}, draft {draft}, {} tokens of context, {} lanes",
                     served.name, served.info.device, served.info.context, served.info.lanes
                 ));
+                if let Some(why) = served.service.disk_error() {
+                    error(&format!("the prefix cache is in memory only: {why}"));
+                }
             }
             // The command fails with the reason.
             Phase::Failed(_) | Phase::Loading(_) | Phase::Released => {}

@@ -58,6 +58,9 @@ const HOP_BY_HOP: [HeaderName; 5] = [
 /// What the engine's process may need beyond its own time to drain, before it is ended.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
+/// Within this the end of the engine's process is noticed.
+const NOTICED: Duration = Duration::from_secs(1);
+
 /// How the engine's process is.
 #[derive(Clone, Debug)]
 enum Engine {
@@ -88,6 +91,18 @@ impl Supervisor {
         if !matches!(*engine, Engine::Leaving) {
             *engine = next;
         }
+    }
+
+    /// Whether the engine's process ends, or has: it takes a moment to be noticed.
+    async fn engine_ends(&self) -> bool {
+        let until = Instant::now() + NOTICED;
+        while matches!(self.engine(), Engine::Running) {
+            if Instant::now() >= until {
+                return false;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        true
     }
 
     /// What requests are told that the engine's process had when it ended.
@@ -220,7 +235,15 @@ async fn pass_on(State(supervisor): State<Arc<Supervisor>>, request: Request) ->
     match ask(&supervisor.socket, request).await {
         Ok(response) => relay(response, Api::of_path(&path), underway),
         Err(Unanswered::NotThere) => away(&supervisor, &path, underway),
-        Err(Unanswered::Crashed) => underway.fails(supervisor.broken_off()),
+        Err(Unanswered::Broken) if supervisor.engine_ends().await => {
+            underway.fails(supervisor.broken_off())
+        }
+        // The engine's process lives: it refused the request at its head, and closed.
+        Err(Unanswered::Broken) => {
+            let what = "the request was refused before its body was read: check the API key, the \
+                        path, the host, and the size of the body";
+            ApiError::bad_request("refused_unread", what).into_response()
+        }
         Err(Unanswered::Incomplete) => {
             let what = "the request's body did not arrive whole";
             ApiError::bad_request("incomplete_body", what).into_response()
@@ -232,8 +255,8 @@ async fn pass_on(State(supervisor): State<Arc<Supervisor>>, request: Request) ->
 enum Unanswered {
     /// It does not listen.
     NotThere,
-    /// It ended with the request in hand.
-    Crashed,
+    /// It closed with the request in hand.
+    Broken,
     /// The request never arrived whole, which is its client's affair.
     Incomplete,
 }
@@ -258,7 +281,7 @@ async fn ask(socket: &Path, mut request: Request) -> Result<Response<Incoming>, 
     *request.uri_mut() = target.parse().map_err(|_| Unanswered::Incomplete)?;
     sender.send_request(request).await.map_err(|error| match error.is_user() {
         true => Unanswered::Incomplete,
-        false => Unanswered::Crashed,
+        false => Unanswered::Broken,
     })
 }
 

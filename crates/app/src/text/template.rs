@@ -1,8 +1,9 @@
 //! Chat templates: the checkpoint's own Jinja, run as `transformers` runs it.
 //!
 //! A template is input like any other: it runs with a limited amount of fuel, has no access to
-//! anything but the conversation, and every failure is an error of one line. What it can't be kept from is to put a
-//! namespace into itself and print it, which overflows the stack: minijinja has no guard there.
+//! anything but the conversation, and every failure is an error of one line. What it can't be kept from is to
+//! nest a value millions deep (many levels in each step), or to put a namespace into itself, and print it: that
+//! overflows the stack, and minijinja has no guard there.
 
 use std::path::Path;
 
@@ -15,8 +16,8 @@ use serde_json::Value as Json;
 /// Steps a render may take; the work and, at 64 bytes a step, the memory of a hostile template.
 /// A conversation of 10,000 messages needs about 3 million.
 const FUEL: u64 = 8_000_000;
-/// Stack of a render, in bytes: a value may be nested as deep as there are steps, and is printed,
-/// compared and dropped by recursion. It is reserved, and becomes memory where it is used.
+/// Stack of a render, in bytes: values are printed, compared and dropped by recursion, and nest a level for each step
+/// of a loop. It is reserved, and becomes memory where it is used.
 const STACK: usize = 512 << 20;
 
 /// Where the time for `strftime_now` comes from.

@@ -114,7 +114,7 @@ fn hostile_templates_run_out_of_fuel() {
 }
 
 #[test]
-fn values_may_be_nested_as_deep_as_fuel_lasts() {
+fn a_loop_may_nest_a_value_for_as_long_as_fuel_lasts() {
     let nested = |loops: usize, more: &str, then: &str| {
         let source = format!(
             "{{% set ns = namespace(s=1, t=1) %}}{{% for i in range({loops}) %}}{{% for m in range(1000) %}}\

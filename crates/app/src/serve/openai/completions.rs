@@ -20,6 +20,7 @@ use crate::serve::exchange::Exchange;
 use crate::serve::generation::{End, Generation, Input, Limits, Output, TokenLogprob, Whole};
 use crate::serve::ids;
 use crate::serve::model::Served;
+use crate::serve::prepare::MAX_CHOICES;
 use crate::serve::state::App;
 use crate::serve::stream::{self, Writer, data};
 use crate::text::detokenize::decode;
@@ -57,6 +58,15 @@ pub enum Prompt {
 }
 
 impl Prompt {
+    /// How many there are.
+    fn len(&self) -> usize {
+        match self {
+            Prompt::Text(_) | Prompt::Tokens(_) => 1,
+            Prompt::Texts(texts) => texts.len(),
+            Prompt::TokenLists(lists) => lists.len(),
+        }
+    }
+
     fn inputs(&self) -> Vec<Input> {
         match self {
             Prompt::Text(text) => vec![Input::Text(text.clone())],
@@ -89,6 +99,11 @@ impl CompletionRequest {
             let what =
                 "the log-probabilities of a prompt are not known: leave out echo or logprobs";
             return Err(ApiError::unsupported("echo", what));
+        }
+        let prompts = self.prompt.as_ref().map_or(0, Prompt::len);
+        if prompts > MAX_CHOICES {
+            let what = format!("{prompts} prompts are more than {MAX_CHOICES}; send them apart");
+            return Err(ApiError::invalid("prompt", what));
         }
         let mut inputs = self.prompt.iter().flat_map(Prompt::inputs);
         let missing = || ApiError::invalid("prompt", "the prompt is missing");
