@@ -13,7 +13,7 @@ use ops::{
 
 use crate::buffers::RoundBuffers;
 use crate::drafter::Drafter;
-use crate::round::{Going, Masker, Pipeline, Round};
+use crate::round::{Going, Masker, Pipeline, Round, depth};
 use crate::sampler::{Bounds, Sampler, SamplingError};
 
 /// A request or a device that failed.
@@ -194,7 +194,7 @@ impl<D: Device> Engine<D> {
                 Some((draft, state))
             }
         };
-        let depth = if options.ahead { 2 } else { 1 };
+        let depth = depth(options.ahead);
         let buffers = RoundBuffers::new(
             &mut dev,
             &target,

@@ -84,8 +84,8 @@ impl Pace {
             let go_on = learning || tokens / seconds > current;
             if !learning {
                 // What disturbed a round is not its kind's fault.
-                let mean = if drafted { self.drafted.value } else { self.plain.value };
-                self.loss += seconds.min(CREDIBLE * mean) - tokens / current;
+                let mean = if drafted { &self.drafted } else { &self.plain };
+                self.loss += mean.credible(seconds) - tokens / current;
             }
             self.in_try = if go_on { self.in_try - 1 } else { 0 };
             if self.in_try == 0 {
@@ -132,10 +132,15 @@ struct Mean {
 
 impl Mean {
     fn add(&mut self, sample: f64) {
-        let credible = if self.samples == 0 { sample } else { CREDIBLE * self.value };
+        let credible = self.credible(sample);
         self.samples = self.samples.saturating_add(1);
         let weight = (1.0 / f64::from(self.samples)).max(NEWEST);
-        self.value += weight * (sample.min(credible) - self.value);
+        self.value += weight * (credible - self.value);
+    }
+
+    /// As much of a sample as counts.
+    fn credible(&self, sample: f64) -> f64 {
+        if self.samples == 0 { sample } else { sample.min(CREDIBLE * self.value) }
     }
 }
 

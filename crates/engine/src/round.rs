@@ -96,6 +96,11 @@ impl Round {
     }
 }
 
+/// Rounds in flight at one time.
+pub(crate) fn depth(ahead: bool) -> usize {
+    if ahead { 2 } else { 1 }
+}
+
 /// A lane's place in the rounds on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {

@@ -7,7 +7,7 @@ use ops::{Device, MAX_STOPS};
 
 use crate::engine::{Engine, EngineError};
 use crate::pace::Pace;
-use crate::round::{Going, Unmasked};
+use crate::round::{self, Going, Unmasked};
 use crate::sampler::{Bounds, Sampler};
 
 /// Why an answer ended.
@@ -183,7 +183,7 @@ impl Session {
         let left = request.max_tokens - self.stats.completion_tokens;
         let ahead = engine.may_run_ahead() && request.stop_tokens.len() <= MAX_STOPS;
         // A round emits at least one token, so `left` rounds surely end the answer.
-        let depth = left.min(if ahead { 2 } else { 1 });
+        let depth = left.min(round::depth(ahead));
         let adapts = engine.adapts() && request.sampler.may_adapt();
         let draft = !adapts || self.pace.drafts();
         let going = [Going::new(self.lane, self.anchor, draft)];

@@ -4,7 +4,7 @@ use model::Lane;
 use ops::Device;
 
 use crate::engine::{Engine, EngineError};
-use crate::round::{Going, Masker, Round};
+use crate::round::{self, Going, Masker, Round};
 use crate::sampler::{Bounds, Sampler};
 
 /// Sizes of a machine.
@@ -77,7 +77,7 @@ impl<D: Device> Machine for Engine<D> {
             page_bytes: self.page_bytes(),
             block: self.block(),
             chunk: self.chunk(),
-            depth: if self.may_run_ahead() { 2 } else { 1 },
+            depth: round::depth(self.may_run_ahead()),
             adapts: self.adapts(),
         }
     }

@@ -99,16 +99,18 @@ fn tolerance() -> Tolerance {
     Tolerance::relative(1.0 / 128.0)
 }
 
+/// One lane and several, at a page's beginning, over its end and within; one without rows.
+const LISTS: [&[Lane]; 5] = [
+    &[(0, 0, 1)],
+    &[(1, 60, 8)],
+    &[(2, 100, 130)],
+    &[(2, 3, 17), (0, 64, 2), (1, 255, 1)],
+    &[(0, 10, 0), (1, 0, 5)],
+];
+
 #[cfg_attr(test, test)]
 fn agrees_with_the_definition() {
-    let lists: [&[Lane]; 5] = [
-        &[(0, 0, 1)],
-        &[(1, 60, 8)],
-        &[(2, 100, 130)],
-        &[(2, 3, 17), (0, 64, 2), (1, 255, 1)],
-        &[(0, 10, 0), (1, 0, 5)],
-    ];
-    for list in lists {
+    for list in LISTS {
         conformance(&format!("attn_prepare {list:?}"), tolerance(), |b| build(b, SHAPE, list));
     }
 }
@@ -206,14 +208,7 @@ fn copy_of(b: &mut Builder, buf: Buf) -> Buf {
 fn int8_pages() {
     let tolerance = Tolerance::relative(1.0 / 32.0);
     let shape = Shape { kv: KvDtype::Int8, ..SHAPE };
-    let lists: [&[Lane]; 5] = [
-        &[(0, 0, 1)],
-        &[(1, 60, 8)],
-        &[(2, 100, 130)],
-        &[(2, 3, 17), (0, 64, 2), (1, 255, 1)],
-        &[(0, 10, 0), (1, 0, 5)],
-    ];
-    for list in lists {
+    for list in LISTS {
         conformance(&format!("attn_prepare int8 {list:?}"), tolerance, |b| build(b, shape, list));
     }
     for dim in [16, 80, 128, 256] {
