@@ -57,8 +57,12 @@ fn rounds<D: Device>(
     Ok(())
 }
 
-fn tolerance() -> Tolerance {
-    Tolerance::relative(2e-3)
+/// Compares what the ops write. Attention multiplies bf16 queries and weights on a card: as far apart as its cases allow.
+fn compared<B: Device>(card: B) -> Diff<Host, B> {
+    Diff::new(host(), card, Tolerance::relative(2e-3))
+        .allowing("attention", Tolerance::relative(1.0 / 128.0))
+        .allowing("attn_mix", Tolerance::relative(1.0 / 64.0))
+        .resynced()
 }
 
 #[test]
@@ -74,7 +78,7 @@ fn the_card_agrees_with_the_cpu_op_by_op() {
     for (target, draft) in [synth("synth:tiny"), synth("synth:tiny-dflash2"), bundled] {
         for options in [&greedy, &sampled] {
             let Some(cuda) = card() else { return };
-            let dev = Diff::new(host(), cuda, tolerance()).resynced();
+            let dev = compared(cuda);
             let mut e = engine(&target, &draft, dev);
             let outcome = rounds(&mut e, options.clone());
             assert!(outcome.is_ok(), "{}: {outcome:?}", target.display());
@@ -88,7 +92,7 @@ fn one_wrong_element_is_named() {
     let Some(cuda) = card() else { return };
     // The sign of element 3 of row 0.
     let wrong = Corrupt::new(cuda, ("rms_norm", 4), "out", (4 * 3 + 3, 0x80));
-    let dev = Diff::new(host(), wrong, tolerance()).resynced();
+    let dev = compared(wrong);
     let mut e = engine(Path::new("synth:tiny"), Path::new("synth:tiny"), dev);
     let outcome =
         rounds(&mut e, SamplingOptions { temperature: Some(0.0), ..SamplingOptions::default() });

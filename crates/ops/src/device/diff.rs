@@ -58,6 +58,8 @@ pub struct Diff<A, B> {
     /// The device under test.
     pub b: B,
     tolerance: Tolerance,
+    /// Of ops that have one of their own.
+    tolerances: Vec<(&'static str, Tolerance)>,
     resync: bool,
     runs: usize,
     difference: Option<Difference>,
@@ -70,7 +72,16 @@ impl<A: Device, B: Device> Diff<A, B> {
     /// Compares floats within `tolerance`, by bits if it is exact; whole numbers always by value.
     pub fn new(a: A, b: B, tolerance: Tolerance) -> Diff<A, B> {
         let (runs, difference, reported, open) = (0, None, false, None);
-        Diff { a, b, tolerance, resync: false, runs, difference, reported, open }
+        let (tolerances, resync) = (Vec::new(), false);
+        Diff { a, b, tolerance, tolerances, resync, runs, difference, reported, open }
+    }
+
+    /// Another tolerance for the ops of this [name](Op::name): those whose cases give `b` one of its own, because it
+    /// computes with other precision by design.
+    #[must_use]
+    pub fn allowing(mut self, op: &'static str, tolerance: Tolerance) -> Diff<A, B> {
+        self.tolerances.push((op, tolerance));
+        self
     }
 
     /// After each op `b` gets what `a` wrote. So each op is judged by itself, on equal inputs, and
@@ -135,7 +146,9 @@ impl<A: Device, B: Device> Diff<A, B> {
         before: &[Vec<u8>; 2],
         after: &[Vec<u8>; 2],
     ) -> Option<Difference> {
-        let outputs = Outputs { before, after, tolerance: self.tolerance };
+        let own = self.tolerances.iter().find(|(name, _)| *name == op.name());
+        let tolerance = own.map_or(self.tolerance, |(_, tolerance)| *tolerance);
+        let outputs = Outputs { before, after, tolerance };
         let mismatch = match binding.elements {
             Elements::Scratch => None,
             Elements::U32 => outputs.words(),

@@ -56,7 +56,7 @@ fn tolerance(commit: Commit) -> Tolerance {
     if commit == Commit::Immediate { row_by_row.elsewhere(CHUNKED) } else { row_by_row }
 }
 
-const CHUNKED: f32 = 1.5e-4;
+pub(crate) const CHUNKED: f32 = 1.5e-4;
 
 fn build(
     b: &mut Builder,
