@@ -26,7 +26,8 @@ use crate::geometry::elements_fit;
 use crate::kernel::{Card, Plan};
 use crate::kv::Part;
 use crate::{
-    Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported,
+    Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Pass,
+    Unsupported,
 };
 
 /// Pages of one split: the part of a row's keys that is summed on its own and then merged.
@@ -56,6 +57,8 @@ pub struct Attention {
     pub causal: bool,
     /// Keys this far back or further are not seen.
     pub window: Option<usize>,
+    /// Decides the order of sums on devices with a kernel for prompts.
+    pub pass: Pass,
 }
 
 impl Attention {
