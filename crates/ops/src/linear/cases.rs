@@ -1,6 +1,9 @@
 //! Cases every device must pass.
 
+use std::collections::BTreeSet;
+
 use super::samples::{Kind, Sample, float, sample};
+use crate::kernel::{Card, Plan};
 use crate::linear::{DenseDtype, GgmlType, PackError, Source, TILE};
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
 use crate::{
@@ -316,6 +319,40 @@ fn prompts_may_be_cut_anywhere() {
     }
     // More than a wave of blocks of 128 rows on a large card, but not of 160.
     in_parts(mlx, (11_400, 128), &[64, 128, 123]);
+}
+
+/// Kernels follow from the kind of pass, the format and the card; from rows only where a round has very many.
+#[test]
+fn kernels_do_not_follow_from_rows() {
+    for arch in [80, 89, 90, 100, 120] {
+        let card = Card { arch, sms: 132, shared: 227 << 10 };
+        let mut dev = DryRun::on_card(card);
+        let dense = [DenseDtype::F32, DenseDtype::Bf16].map(Kind::Dense);
+        for kind in Kind::quantized().into_iter().chain(dense) {
+            let op =
+                build(&mut Builder::new(&mut dev), kind, 96, 50, inputs(kind, 64), ActDtype::I8);
+            let kernels = |pass, rows| kernels(&op, &card, pass, rows);
+            for rows in 1..=96 {
+                let label = format!("{kind:?} on sm_{arch}: {rows} rows");
+                assert_eq!(kernels(Pass::Prompt, rows), kernels(Pass::Prompt, 96), "{label}");
+                let as_one = kernels(Pass::Round, rows) == kernels(Pass::Round, 1);
+                let own = kernels(Pass::Prompt, rows) != kernels(Pass::Round, 1);
+                // What has a kernel of its own for prompts also has one for large rounds.
+                assert_eq!(as_one, !own || rows <= 64, "{label}");
+                assert!(!own || arch == 90, "{label}");
+            }
+        }
+        let mlx = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+        let op = build(&mut Builder::new(&mut dev), mlx, 8, 50, 64, ActDtype::I8);
+        let many = kernels(&op, &card, Pass::Prompt, 8) == BTreeSet::from(["linear_many"]);
+        assert_eq!(many, arch == 90, "sm_{arch}");
+    }
+}
+
+fn kernels(op: &Linear, card: &Card, pass: Pass, rows: usize) -> BTreeSet<&'static str> {
+    let mut plan = Plan::default();
+    Linear { pass, rows, ..*op }.cuda(card, &mut plan).expect("a plan");
+    plan.launches().iter().map(|launch| launch.entry).collect()
 }
 
 fn in_parts(kind: Kind, (n, k): (usize, usize), cuts: &[usize]) {
