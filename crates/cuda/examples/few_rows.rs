@@ -13,7 +13,7 @@ use cuda::Cuda;
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Codes, Commit, Device, Format, GatedDelta,
     GatedNorm, GdnMix, GdnPrepare, HeadGate, KvDtype, KvPool, Linear, LinearPart, Op, PAGE_TOKENS,
-    Queries, Rope, RopePairing, ScaleDtype, Weight,
+    Pass, Queries, Rope, RopePairing, ScaleDtype, Weight,
 };
 
 const ROPE_DIMS: usize = 64;
@@ -62,7 +62,10 @@ impl Bench {
                     .collect();
                 let weight = self.weight(HIDDEN, mixed.width);
                 let after = LinearPart { weight, out: residual, add: true };
-                [Linear::new(x, rows, &parts), Linear::new(mixed, rows, &[after])]
+                [
+                    Linear::new(x, rows, Pass::Round, &parts),
+                    Linear::new(mixed, rows, Pass::Round, &[after]),
+                ]
             })
             .collect()
     }
@@ -272,6 +275,7 @@ impl Bench {
                         scale: 1.0 / 16.0,
                         causal: true,
                         window: None,
+                        pass: Pass::Round,
                     },
                     gate: HeadGate {
                         x: mixed,

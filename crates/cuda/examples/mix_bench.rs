@@ -11,7 +11,7 @@ use cuda::Cuda;
 use ops::linear::Source;
 use ops::{
     Act, ActDtype, Attention, Commit, Device, GatedDelta, GdnPrepare, KvDtype, KvPool, Linear,
-    LinearPart, Op, PAGE_TOKENS, ScaleDtype, Weight,
+    LinearPart, Op, PAGE_TOKENS, Pass, ScaleDtype, Weight,
 };
 
 /// Flops per second that an H200 was measured to reach.
@@ -49,7 +49,14 @@ impl Bench {
         );
     }
 
-    fn attention(&mut self, name: &str, lanes: (usize, usize), pos: usize, layers: usize) {
+    fn attention(
+        &mut self,
+        name: &str,
+        pass: Pass,
+        lanes: (usize, usize),
+        pos: usize,
+        layers: usize,
+    ) {
         if !self.wanted(name) {
             return;
         }
@@ -76,8 +83,18 @@ impl Bench {
                 dtype: KvDtype::Bf16,
             };
             let (heads, scale) = (HEADS, 1.0 / 16.0);
-            let op =
-                Attention { q, kv, out, scratch, lanes, heads, scale, causal: true, window: None };
+            let op = Attention {
+                q,
+                kv,
+                out,
+                scratch,
+                lanes,
+                heads,
+                scale,
+                causal: true,
+                window: None,
+                pass,
+            };
             ops.push(Box::new(op));
         }
         let bytes = (4 * DIM * KV_HEADS * count * (pos + rows) + 8 * total * HEADS * DIM) as f64;
@@ -209,7 +226,7 @@ impl Bench {
                 add: false,
             };
             let parts: Vec<LinearPart> = outputs.iter().map(part).collect();
-            ops.push(Box::new(Linear::new(x, rows, &parts)));
+            ops.push(Box::new(Linear::new(x, rows, Pass::Prompt, &parts)));
         }
         let flops = 2.0 * rows as f64 * k as f64 * outputs.iter().sum::<usize>() as f64;
         self.time(name, &ops, flops / MATRIX);
@@ -223,7 +240,7 @@ fn main() {
         for (pos, layers) in [(0, 16), (1000, 16), (8192, 8), (32_768, 4)] {
             if lanes * pos <= 4 * 32_768 {
                 let name = format!("decode attention {lanes} x {rows} at {pos}");
-                bench.attention(&name, (lanes, rows), pos, layers);
+                bench.attention(&name, Pass::Round, (lanes, rows), pos, layers);
             }
         }
     }
@@ -233,7 +250,8 @@ fn main() {
         let name = format!("decode gdn {lanes} x {rows}, {pending} pending");
         bench.gdn(&name, (lanes, rows), pending, Commit::Deferred, 48 / lanes.min(8));
     }
-    for rows in [512, 2048] {
+    // What a hit in the prefix cache leaves of a prompt may be few rows.
+    for rows in [8, 64, 512, 2048] {
         for (what, k, outputs) in [
             ("gdn in", 5120, &[10_240, 6144, 48, 48][..]),
             ("attention in", 5120, &[12_288, 1024, 1024]),
@@ -244,8 +262,9 @@ fn main() {
             bench.linear(&format!("prefill linear {rows} {what}"), rows, k, outputs, 3);
         }
     }
-    for (rows, pos) in [(2048, 0), (2048, 6144), (2048, 30_720), (8192, 0)] {
-        bench.attention(&format!("prefill attention {rows} at {pos}"), (1, rows), pos, 2);
+    for (rows, pos) in [(8, 6144), (64, 6144), (2048, 0), (2048, 6144), (2048, 30_720), (8192, 0)] {
+        let name = format!("prefill attention {rows} at {pos}");
+        bench.attention(&name, Pass::Prompt, (1, rows), pos, 2);
     }
     for rows in [64, 512, 2048, 8192] {
         bench.gdn(&format!("prefill gdn {rows}"), (1, rows), 0, Commit::Immediate, 4);

@@ -1,5 +1,6 @@
 //! The bundled model on the card, if there is one, against the float32 reference of the same weights
-//! (`tests/golden`), and against itself: with and without a draft, read at once and a round behind.
+//! (`tests/golden`), and against itself: with and without a draft, read at once and a round behind,
+//! prompts whole and in parts.
 
 #![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
 
@@ -28,14 +29,14 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn engine(mut dev: Cuda, ahead: bool) -> Engine<Cuda> {
+fn engine(mut dev: Cuda, ahead: bool, chunk: usize) -> Engine<Cuda> {
     let models = std::env::var_os("TH_ENGINE_MODELS").map(PathBuf::from);
     let models = models.unwrap_or_else(|| root().join("models"));
     let source = TargetSource::open(&models.join("th-tiny")).expect("target");
     let target = Target::load(&mut dev, &source, &mut |_| ()).expect("weights");
     let draft = DraftSource::open(&models.join("th-tiny-dflash"), source.spec()).expect("draft");
     let draft = Draft::load(&mut dev, &draft, &mut |_| ()).expect("weights");
-    let options = EngineOptions { context: 4096, chunk: 2048, ahead, ..EngineOptions::default() };
+    let options = EngineOptions { context: 4096, chunk, ahead, ..EngineOptions::default() };
     Engine::new(dev, target, Some(draft), Drafter::DFlash, options).expect("memory")
 }
 
@@ -74,9 +75,10 @@ fn greedy_text_is_the_reference_s_up_to_near_ties_and_needs_no_draft() {
     let seeded =
         SamplingOptions { temperature: Some(0.8), seed: Some(11), ..SamplingOptions::default() };
     let mut texts: Vec<Vec<u32>> = Vec::new();
-    for ahead in [true, false] {
+    // Parts of prompts with no more rows than rounds have, and with more.
+    for (ahead, chunk) in [(true, 2048), (false, 64), (true, 192)] {
         let Some(dev) = card() else { return };
-        let mut e = engine(dev, ahead);
+        let mut e = engine(dev, ahead, chunk);
         for drafted in [true, false] {
             e.set_drafter(if drafted { Drafter::DFlash } else { Drafter::None });
             let mut now = Vec::new();
@@ -95,9 +97,9 @@ fn greedy_text_is_the_reference_s_up_to_near_ties_and_needs_no_draft() {
                 now.push(answer(&mut e, &prompt, &seeded));
             }
             texts = if texts.is_empty() { now.clone() } else { texts };
-            assert!(now == texts, "ahead {ahead}, drafted {drafted}");
+            assert!(now == texts, "ahead {ahead}, drafted {drafted}, chunks of {chunk}");
         }
         e.dev.sync().expect("a card that still answers");
     }
-    println!("{} answers equal, four times", texts.len());
+    println!("{} answers equal, six times", texts.len());
 }

@@ -10,7 +10,7 @@ use ops::rms_norm::RmsNorm;
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Commit, Device, Embed, Format, GatedDelta,
     GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvDtype, KvPool, LaneStep,
-    Lanes, Op, PAGE_TOKENS, Queries, Rope, RopePairing, Weight,
+    Lanes, Op, PAGE_TOKENS, Pass, Queries, Rope, RopePairing, Weight,
 };
 
 const PASSES: usize = 40;
@@ -205,6 +205,7 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
         scale: 1.0 / 16.0,
         causal: true,
         window: None,
+        pass: Pass::Round,
     };
     let gate = HeadGate {
         x: mixed,
@@ -244,7 +245,14 @@ fn mixers_find_what_the_pass_before_left() {
         let lanes = lanes_of(pass);
         ops.push(Box::new(Embed { ids, table, out: x, rows: MOST }));
         for (cell, layer) in cells.into_iter().zip(pages) {
-            ops.push(Box::new(RmsNorm { x, weight, out: xn, rows: MOST, eps: 1e-6 }));
+            ops.push(Box::new(RmsNorm {
+                x,
+                weight,
+                out: xn,
+                rows: MOST,
+                pass: Pass::Round,
+                eps: 1e-6,
+            }));
             ops.push(Box::new(GdnMix {
                 prepare: GdnPrepare { lanes, ..cell.prepare },
                 delta: GatedDelta { lanes, ..cell.delta },

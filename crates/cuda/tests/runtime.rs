@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use cuda::{Cuda, OpenError, Options};
 use ops::rms_norm::RmsNorm;
 use ops::{
-    Act, ActDtype, Buf, CopyRows, Device, DeviceError, Linear, LinearPart, ScaleDtype, SiluMul,
-    Weight, linear,
+    Act, ActDtype, Buf, CopyRows, Device, DeviceError, Linear, LinearPart, Pass, ScaleDtype,
+    SiluMul, Weight, linear,
 };
 
 fn open() -> Option<Cuda> {
@@ -75,7 +75,15 @@ fn memory_moves_whole() {
 fn chain(dev: &mut dyn Device, bufs: &[Buf], width: usize, rows: usize) {
     for pair in bufs.windows(2) {
         let to = Act { buf: pair[1], width, dtype: ActDtype::F32 };
-        dev.run(&CopyRows { from: pair[0], width, to, column: 0, finish: true, rows });
+        dev.run(&CopyRows {
+            from: pair[0],
+            width,
+            to,
+            column: 0,
+            finish: true,
+            rows,
+            pass: Pass::Round,
+        });
     }
 }
 
@@ -102,11 +110,11 @@ fn launches_see_what_those_before_wrote() {
 fn mlp(dev: &mut dyn Device, m: &Mlp, rows: usize) {
     let part = |weight, out, add| LinearPart { weight, out, add };
     for _ in 0..10 {
-        dev.run(&RmsNorm { x: m.x, weight: m.norm, out: m.xn, rows, eps: 1e-6 });
+        dev.run(&RmsNorm { x: m.x, weight: m.norm, out: m.xn, rows, pass: Pass::Round, eps: 1e-6 });
         let parts = [part(m.gate, m.gates, false), part(m.up, m.ups, false)];
-        dev.run(&Linear::new(m.xn, rows, &parts));
-        dev.run(&SiluMul { gate: m.gates, up: m.ups, out: m.act, rows });
-        dev.run(&Linear::new(m.act, rows, &[part(m.down, m.x, true)]));
+        dev.run(&Linear::new(m.xn, rows, Pass::Round, &parts));
+        dev.run(&SiluMul { gate: m.gates, up: m.ups, out: m.act, rows, pass: Pass::Round });
+        dev.run(&Linear::new(m.act, rows, Pass::Round, &[part(m.down, m.x, true)]));
     }
 }
 
@@ -231,7 +239,8 @@ fn failures_surface_at_sync_and_not_before() {
     let Some(mut dev) = open() else { return };
     let buf = dev.alloc(4096, "rows").expect("memory");
     let to = Act { buf, width: 64, dtype: ActDtype::F32 };
-    let op = CopyRows { from: buf, width: 64, to, column: 0, finish: true, rows: 2 };
+    let op =
+        CopyRows { from: buf, width: 64, to, column: 0, finish: true, rows: 2, pass: Pass::Round };
     dev.run(&op);
     assert!(matches!(dev.sync(), Err(DeviceError::Op { op: "copy_rows", .. })), "overlap");
     let from = dev.alloc(4096, "rows").expect("memory");

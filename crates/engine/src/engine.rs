@@ -7,8 +7,8 @@ use model::{
     copy_page, page_table,
 };
 use ops::{
-    Buf, Commit, Counted, Device, DeviceError, DryRun, KvDtype, KvPool, LaneStep, Lanes,
-    PAGE_TOKENS, PUBLISHED, Unsupported, Weight,
+    Buf, Counted, Device, DeviceError, DryRun, KvDtype, KvPool, LaneStep, Lanes, PAGE_TOKENS,
+    PUBLISHED, Pass, Unsupported, Weight,
 };
 
 use crate::buffers::RoundBuffers;
@@ -266,9 +266,9 @@ impl<D: Device> Engine<D> {
         let mut dry = DryRun::new(self.dev.info().act);
         let lanes = self.lanes(self.block);
         let (target, s) = (&self.target, &self.scratch);
-        model::forward(&mut dry, target, &self.state, s, lanes, Commit::Deferred, 0..self.block);
+        model::forward(&mut dry, target, &self.state, s, lanes, Pass::Round, 0..self.block);
         if let (Drafter::DFlash, Some((draft, state))) = (&self.drafter, &self.draft) {
-            model::draft_context(&mut dry, draft, state, s.features, lanes);
+            model::draft_context(&mut dry, draft, state, s.features, lanes, Pass::Round);
             model::draft_block(&mut dry, draft, target, state, lanes);
             dry.run(&self.buffers.top_k(state, target, lanes));
             dry.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
@@ -302,18 +302,18 @@ impl<D: Device> Engine<D> {
         let (target, s) = (&self.target, &self.scratch);
         for rows in [self.options.chunk, PAGE_TOKENS, 1] {
             let lanes = self.lanes(rows);
-            model::forward(dev, target, &self.state, s, lanes, Commit::Immediate, 0..0);
+            model::forward(dev, target, &self.state, s, lanes, Pass::Prompt, 0..0);
             if let Some((draft, state)) = &self.draft {
-                model::draft_context(dev, draft, state, s.features, lanes);
+                model::draft_context(dev, draft, state, s.features, lanes, Pass::Prompt);
             }
         }
         model::take_up(dev, target, &self.state, s, self.lanes(1));
         for (count, each) in [(1, self.block), (1, 1), (self.options.slots, self.block)] {
             let step = self.step.slice(0, count * size_of::<LaneStep>());
             let lanes = Lanes { step, count, rows: count * each, max_rows: each };
-            model::forward(dev, target, &self.state, s, lanes, Commit::Deferred, 0..lanes.rows);
+            model::forward(dev, target, &self.state, s, lanes, Pass::Round, 0..lanes.rows);
             if let Some((draft, state)) = self.draft.as_ref().filter(|_| each == self.block) {
-                model::draft_context(dev, draft, state, s.features, lanes);
+                model::draft_context(dev, draft, state, s.features, lanes, Pass::Round);
                 model::draft_block(dev, draft, target, state, lanes);
                 dev.run(&self.buffers.top_k(state, target, lanes));
                 dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
@@ -487,9 +487,9 @@ impl<D: Device> Engine<D> {
         self.dev.write(self.step, bytemuck::bytes_of(&lane.step(0, rows as u32)));
         let (dev, s) = (&mut self.dev, &self.scratch);
         dev.write(s.ids, bytemuck::cast_slice(tokens));
-        model::forward(dev, &self.target, &self.state, s, lanes, Commit::Immediate, 0..0);
+        model::forward(dev, &self.target, &self.state, s, lanes, Pass::Prompt, 0..0);
         if let (Drafter::DFlash, Some((draft, state))) = (&self.drafter, &self.draft) {
-            model::draft_context(dev, draft, state, s.features, lanes);
+            model::draft_context(dev, draft, state, s.features, lanes, Pass::Prompt);
         }
         dev.sync()?;
         lane.advance(rows as u32);

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use model::Lane;
 use ops::accept::Accept;
-use ops::{Buf, Commit, Device, LaneResult, LaneStep, Lanes};
+use ops::{Buf, Device, LaneResult, LaneStep, Lanes, Pass};
 
 use crate::buffers::RoundBuffers;
 use crate::drafter::Drafter;
@@ -254,9 +254,9 @@ fn submit<D: Device>(
         if masked && lanes.max_rows > 1 {
             dev.publish(scratch.ids.slice(0, 4 * lanes.rows));
         }
-        model::forward(dev, target, state, scratch, lanes, Commit::Deferred, 0..lanes.rows);
+        model::forward(dev, target, state, scratch, lanes, Pass::Round, 0..lanes.rows);
         if let Some((draft, draft_state)) = draft {
-            model::draft_context(dev, draft, draft_state, scratch.features, lanes);
+            model::draft_context(dev, draft, draft_state, scratch.features, lanes, Pass::Round);
         }
         if !masked {
             end(dev, buffers);

@@ -5,7 +5,7 @@
 
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, BlockConv, BlockConvOut, Buf, Device,
-    DeviceError, Embed, HeadGate, KvPool, Lanes, Linear, LinearPart, Queries, RmsNorm, Rope,
+    DeviceError, Embed, HeadGate, KvPool, Lanes, Linear, LinearPart, Pass, Queries, RmsNorm, Rope,
     SiluMul, Weight,
 };
 
@@ -224,12 +224,19 @@ impl DraftState {
 
 /// Adds the pass's rows to the draft's context, from the target's taps. Rows that a verify pass
 /// does not keep are overwritten by the next block at their positions.
-pub fn context(dev: &mut dyn Device, d: &Draft, s: &DraftState, features: Act, lanes: Lanes) {
+pub fn context(
+    dev: &mut dyn Device,
+    d: &Draft,
+    s: &DraftState,
+    features: Act,
+    lanes: Lanes,
+    pass: Pass,
+) {
     let rows = lanes.rows;
-    linear(dev, features, rows, &[(d.fc, s.x)]);
-    norm(dev, s.x, d.hidden_norm, s.xn, rows, d.eps);
+    linear(dev, features, rows, pass, &[(d.fc, s.x)]);
+    norm(dev, s.x, d.hidden_norm, s.xn, rows, pass, d.eps);
     for (layer, &kv) in d.layers.iter().zip(&s.kv) {
-        linear(dev, s.xn, rows, &[(layer.k, s.k), (layer.v, s.v)]);
+        linear(dev, s.xn, rows, pass, &[(layer.k, s.k), (layer.v, s.v)]);
         dev.run(&AttnPrepare {
             queries: None,
             k: s.k,
@@ -243,6 +250,9 @@ pub fn context(dev: &mut dyn Device, d: &Draft, s: &DraftState, features: Act, l
     }
 }
 
+/// Blocks are proposed in rounds.
+const PASS: Pass = Pass::Round;
+
 /// Runs a block through the draft: `[anchor, mask, …]` of each lane from `s.ids`, at the lane's
 /// position. Row i of a lane is left predicting the token at its own position: logits in
 /// `s.logits`, and with a selector its hidden rows in `s.selector_rows`. Row 0 predicts nothing.
@@ -250,15 +260,15 @@ pub fn block(dev: &mut dyn Device, d: &Draft, target: &Target, s: &DraftState, l
     let rows = lanes.rows;
     dev.run(&Embed { ids: s.ids, table: target.embed, out: s.x, rows });
     for (layer, &kv) in d.layers.iter().zip(&s.kv) {
-        norm(dev, s.x, layer.input_norm, s.xn, rows, d.eps);
+        norm(dev, s.x, layer.input_norm, s.xn, rows, PASS, d.eps);
         let convs = layer.convs.as_ref();
         let x = conv_before(dev, convs.map(|c| &c[0]), s, lanes);
         attention(dev, d, layer, s, kv, x, lanes);
         after(dev, convs.map(|c| &c[0]), s, s.gated, layer.o, lanes);
-        norm(dev, s.x, layer.post_norm, s.xn, rows, d.eps);
+        norm(dev, s.x, layer.post_norm, s.xn, rows, PASS, d.eps);
         let x = conv_before(dev, convs.map(|c| &c[1]), s, lanes);
-        linear(dev, x, rows, &[(layer.mlp.gate, s.gate), (layer.mlp.up, s.up)]);
-        dev.run(&SiluMul { gate: s.gate, up: s.up, out: s.act, rows });
+        linear(dev, x, rows, PASS, &[(layer.mlp.gate, s.gate), (layer.mlp.up, s.up)]);
+        dev.run(&SiluMul { gate: s.gate, up: s.up, out: s.act, rows, pass: PASS });
         after(dev, convs.map(|c| &c[1]), s, s.act, layer.mlp.down, lanes);
     }
     head(dev, d, target, s, lanes);
@@ -274,7 +284,7 @@ fn attention(
     lanes: Lanes,
 ) {
     let (rows, heads, dim) = (lanes.rows, d.heads, d.head_dim);
-    linear(dev, x, rows, &[(layer.q, s.q), (layer.k, s.k), (layer.v, s.v)]);
+    linear(dev, x, rows, PASS, &[(layer.q, s.q), (layer.k, s.k), (layer.v, s.v)]);
     let norm = Some(layer.q_norm);
     let prepare = AttnPrepare {
         queries: Some(Queries { q: s.q, stride: dim, norm, heads, out: s.q_rotated }),
@@ -296,6 +306,7 @@ fn attention(
         scale: (dim as f32).powf(-0.5),
         causal: layer.causal,
         window: layer.window,
+        pass: PASS,
     };
     let gate = HeadGate { x: s.mixed, q_gate: None, out: s.gated, rows, heads, dim };
     dev.run(&AttnMix { prepare, attention, gate });
@@ -309,7 +320,7 @@ fn conv_before(
     lanes: Lanes,
 ) -> Act {
     let Some(conv) = conv else { return s.xn };
-    linear(dev, s.xn, lanes.rows, &[(conv.projection, s.dynamic)]);
+    linear(dev, s.xn, lanes.rows, PASS, &[(conv.projection, s.dynamic)]);
     run_conv(dev, conv, 0, s.xn, BlockConvOut::Act(s.convolved), s, lanes);
     s.convolved
 }
@@ -323,8 +334,8 @@ fn after(
     weight: Weight,
     lanes: Lanes,
 ) {
-    let Some(conv) = conv else { return add_linear(dev, x, lanes.rows, weight, s.x) };
-    linear(dev, x, lanes.rows, &[(weight, s.half.buf)]);
+    let Some(conv) = conv else { return add_linear(dev, x, lanes.rows, PASS, weight, s.x) };
+    linear(dev, x, lanes.rows, PASS, &[(weight, s.half.buf)]);
     run_conv(dev, conv, 1, s.half, BlockConvOut::Add(s.x), s, lanes);
 }
 
@@ -344,9 +355,9 @@ fn run_conv(
 
 fn head(dev: &mut dyn Device, d: &Draft, target: &Target, s: &DraftState, lanes: Lanes) {
     let rows = lanes.rows;
-    dev.run(&RmsNorm { x: s.x, weight: d.norm, out: s.xn, rows, eps: d.eps });
+    dev.run(&RmsNorm { x: s.x, weight: d.norm, out: s.xn, rows, pass: PASS, eps: d.eps });
     if let Some(selector) = &d.selector {
-        linear(dev, s.xn, rows, &[(selector.projection, s.selector_rows)]);
+        linear(dev, s.xn, rows, PASS, &[(selector.projection, s.selector_rows)]);
     }
     // A lone lane's first row predicts nothing, so its logits need not be computed.
     let first = usize::from(lanes.count == 1);
@@ -356,6 +367,7 @@ fn head(dev: &mut dyn Device, d: &Draft, target: &Target, s: &DraftState, lanes:
     dev.run(&Linear::new(
         x,
         rows - first,
+        PASS,
         &[LinearPart { weight: target.lm_head, out, add: false }],
     ));
 }

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use ops::{
-    Act, Attention, AttnMix, AttnPrepare, Buf, Commit, CopyRows, Device, Embed, GatedDelta,
-    GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, Lanes, Linear, LinearPart, Queries,
-    RmsNorm, Rope, SiluMul, Weight,
+    Act, Attention, AttnMix, AttnPrepare, Buf, CopyRows, Device, Embed, GatedDelta, GatedNorm,
+    GdnGeometry, GdnMix, GdnPrepare, HeadGate, Lanes, Linear, LinearPart, Pass, Queries, RmsNorm,
+    Rope, SiluMul, Weight,
 };
 
 use crate::scratch::Scratch;
@@ -131,44 +131,45 @@ pub struct Mlp {
 
 /// Runs the rows of a pass through the model. Token ids are in `scratch.ids`; logits of the rows in
 /// `logits` are left in `scratch.logits`, taps of all rows in `scratch.features`.
+///
+/// A prompt's last token is run by its first round, whose logits choose the first token of the answer, so that they
+/// are a round's whether the tokens before it were computed now or are from a cache.
 pub fn forward(
     dev: &mut dyn Device,
     m: &Target,
     state: &State,
     s: &Scratch,
     lanes: Lanes,
-    commit: Commit,
+    pass: Pass,
     logits: Range<usize>,
 ) {
     let rows = lanes.rows;
     dev.run(&Embed { ids: s.ids, table: m.embed, out: s.x, rows });
     for (i, layer) in m.layers.iter().enumerate() {
-        norm(dev, s.x, layer.input_norm, s.xn, rows, m.eps);
+        norm(dev, s.x, layer.input_norm, s.xn, rows, pass, m.eps);
         match &layer.mixer {
-            Mixer::Attention(k, w) => attention(dev, m, w, *k, state, s, lanes, commit),
-            Mixer::GatedDelta(c, w) => {
-                gated_delta_net(dev, m, w, &state.cells[*c], s, lanes, commit)
-            }
+            Mixer::Attention(k, w) => attention(dev, m, w, *k, state, s, lanes, pass),
+            Mixer::GatedDelta(c, w) => gated_delta_net(dev, m, w, &state.cells[*c], s, lanes, pass),
         }
-        norm(dev, s.x, layer.post_norm, s.xn, rows, m.eps);
-        mlp(dev, &layer.mlp, s, rows);
+        norm(dev, s.x, layer.post_norm, s.xn, rows, pass, m.eps);
+        mlp(dev, &layer.mlp, s, rows, pass);
         if let Some(tap) = s.taps.iter().position(|&layer| layer == i) {
             let (width, column) = (s.hidden, tap * s.hidden);
             let finish = tap + 1 == s.taps.len();
-            dev.run(&CopyRows { from: s.x, width, to: s.features, column, finish, rows });
+            dev.run(&CopyRows { from: s.x, width, to: s.features, column, finish, rows, pass });
         }
     }
-    head(dev, m, s, logits);
+    head(dev, m, s, logits, pass);
 }
 
 /// Final norm and vocabulary projection of some rows of the residual stream.
-fn head(dev: &mut dyn Device, m: &Target, s: &Scratch, rows: Range<usize>) {
+fn head(dev: &mut dyn Device, m: &Target, s: &Scratch, rows: Range<usize>, pass: Pass) {
     if rows.is_empty() {
         return;
     }
     let x = s.x.rows(rows.start, rows.len(), 4 * s.hidden);
-    norm(dev, x, m.final_norm, s.xn, rows.len(), m.eps);
-    linear(dev, s.xn, rows.len(), &[(m.lm_head, s.logits)]);
+    norm(dev, x, m.final_norm, s.xn, rows.len(), pass, m.eps);
+    linear(dev, s.xn, rows.len(), pass, &[(m.lm_head, s.logits)]);
 }
 
 fn attention(
@@ -179,10 +180,10 @@ fn attention(
     state: &State,
     s: &Scratch,
     lanes: Lanes,
-    commit: Commit,
+    pass: Pass,
 ) {
     let (shape, rows, b) = (&m.attention, lanes.rows, &s.attention);
-    linear(dev, s.xn, rows, &[(w.q, b.q_gate), (w.k, b.k), (w.v, b.v)]);
+    linear(dev, s.xn, rows, pass, &[(w.q, b.q_gate), (w.k, b.k), (w.v, b.v)]);
     let (stride, heads) = (shape.q_stride(), shape.heads);
     let prepare = AttnPrepare {
         queries: Some(Queries { q: b.q_gate, stride, norm: w.q_norm, heads, out: b.q }),
@@ -204,6 +205,7 @@ fn attention(
         scale: (shape.head_dim as f32).powf(-0.5),
         causal: true,
         window: None,
+        pass,
     };
     let gate = HeadGate {
         x: b.mixed,
@@ -213,15 +215,15 @@ fn attention(
         heads: shape.heads,
         dim: shape.head_dim,
     };
-    match commit {
-        Commit::Deferred => dev.run(&AttnMix { prepare, attention, gate }),
-        Commit::Immediate => {
+    match pass {
+        Pass::Round => dev.run(&AttnMix { prepare, attention, gate }),
+        Pass::Prompt => {
             dev.run(&prepare);
             dev.run(&attention);
             dev.run(&gate);
         }
     }
-    add_linear(dev, b.gated, rows, w.o, s.x);
+    add_linear(dev, b.gated, rows, pass, w.o, s.x);
 }
 
 fn gated_delta_net(
@@ -231,23 +233,23 @@ fn gated_delta_net(
     cell: &Cell,
     s: &Scratch,
     lanes: Lanes,
-    commit: Commit,
+    pass: Pass,
 ) {
     let (rows, b) = (lanes.rows, &s.gdn);
-    linear(dev, s.xn, rows, &[(w.qkv, b.qkv), (w.z, b.z), (w.b, b.b), (w.a, b.a)]);
-    let (prepare, delta) = recurrence(m, w, cell, s, lanes, commit);
+    linear(dev, s.xn, rows, pass, &[(w.qkv, b.qkv), (w.z, b.z), (w.b, b.b), (w.a, b.a)]);
+    let (prepare, delta) = recurrence(m, w, cell, s, lanes, pass);
     let dim = prepare.geometry.value_dim;
     let norm =
         GatedNorm { x: b.mixed, gate: b.z, weight: w.norm, out: b.gated, rows, dim, eps: m.eps };
-    match commit {
-        Commit::Deferred => dev.run(&GdnMix { prepare, delta, norm }),
-        Commit::Immediate => {
+    match pass {
+        Pass::Round => dev.run(&GdnMix { prepare, delta, norm }),
+        Pass::Prompt => {
             dev.run(&prepare);
             dev.run(&delta);
             dev.run(&norm);
         }
     }
-    add_linear(dev, b.gated, rows, w.out, s.x);
+    add_linear(dev, b.gated, rows, pass, w.out, s.x);
 }
 
 /// Convolution and recurrence of the projected rows.
@@ -257,7 +259,7 @@ fn recurrence(
     cell: &Cell,
     s: &Scratch,
     lanes: Lanes,
-    commit: Commit,
+    pass: Pass,
 ) -> (GdnPrepare, GatedDelta) {
     let b = &s.gdn;
     let geometry = m.gdn.expect("a model with GatedDeltaNet layers has their geometry");
@@ -277,7 +279,7 @@ fn recurrence(
         lanes,
         geometry,
         block: cell.block,
-        commit,
+        commit: pass.commit(),
     };
     let delta = GatedDelta {
         q: b.q,
@@ -292,7 +294,7 @@ fn recurrence(
         lanes,
         geometry,
         block: cell.block,
-        commit,
+        commit: pass.commit(),
     };
     (prepare, delta)
 }
@@ -303,7 +305,7 @@ pub fn take_up(dev: &mut dyn Device, m: &Target, state: &State, s: &Scratch, lan
     for layer in &m.layers {
         if let Mixer::GatedDelta(c, w) = &layer.mixer {
             let cell = &state.cells[*c];
-            let (prepare, delta) = recurrence(m, w, cell, s, lanes, Commit::Immediate);
+            let (prepare, delta) = recurrence(m, w, cell, s, lanes, Pass::Prompt);
             dev.run(&prepare);
             dev.run(&delta);
         }
@@ -311,15 +313,23 @@ pub fn take_up(dev: &mut dyn Device, m: &Target, state: &State, s: &Scratch, lan
 }
 
 /// SwiGLU over `scratch.xn`, added to the residual stream.
-pub(crate) fn mlp(dev: &mut dyn Device, w: &Mlp, s: &Scratch, rows: usize) {
+pub(crate) fn mlp(dev: &mut dyn Device, w: &Mlp, s: &Scratch, rows: usize, pass: Pass) {
     let b = &s.mlp;
-    linear(dev, s.xn, rows, &[(w.gate, b.gate), (w.up, b.up)]);
-    dev.run(&SiluMul { gate: b.gate, up: b.up, out: b.act, rows });
-    add_linear(dev, b.act, rows, w.down, s.x);
+    linear(dev, s.xn, rows, pass, &[(w.gate, b.gate), (w.up, b.up)]);
+    dev.run(&SiluMul { gate: b.gate, up: b.up, out: b.act, rows, pass });
+    add_linear(dev, b.act, rows, pass, w.down, s.x);
 }
 
-pub(crate) fn norm(dev: &mut dyn Device, x: Buf, weight: Buf, out: Act, rows: usize, eps: f32) {
-    dev.run(&RmsNorm { x, weight, out, rows, eps });
+pub(crate) fn norm(
+    dev: &mut dyn Device,
+    x: Buf,
+    weight: Buf,
+    out: Act,
+    rows: usize,
+    pass: Pass,
+    eps: f32,
+) {
+    dev.run(&RmsNorm { x, weight, out, rows, pass, eps });
 }
 
 /// `out = x · Wᵀ` for each pair.
@@ -327,15 +337,23 @@ pub(crate) fn linear<const N: usize>(
     dev: &mut dyn Device,
     x: Act,
     rows: usize,
+    pass: Pass,
     parts: &[(Weight, Buf); N],
 ) {
     let parts = parts.map(|(weight, out)| LinearPart { weight, out, add: false });
-    dev.run(&Linear::new(x, rows, &parts));
+    dev.run(&Linear::new(x, rows, pass, &parts));
 }
 
 /// `out += x · Wᵀ`.
-pub(crate) fn add_linear(dev: &mut dyn Device, x: Act, rows: usize, weight: Weight, out: Buf) {
-    dev.run(&Linear::new(x, rows, &[LinearPart { weight, out, add: true }]));
+pub(crate) fn add_linear(
+    dev: &mut dyn Device,
+    x: Act,
+    rows: usize,
+    pass: Pass,
+    weight: Weight,
+    out: Buf,
+) {
+    dev.run(&Linear::new(x, rows, pass, &[LinearPart { weight, out, add: true }]));
 }
 
 impl Target {

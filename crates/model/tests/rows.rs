@@ -5,7 +5,7 @@ mod common;
 
 use common::{Rig, golden, ids};
 use ops::gdn_prepare::CONV_TAPS;
-use ops::{ActDtype, Buf, Commit, Device, KvPool, PAGE_TOKENS};
+use ops::{ActDtype, Buf, Device, KvPool, PAGE_TOKENS, Pass};
 
 const BLOCK: usize = common::BLOCK;
 
@@ -162,7 +162,7 @@ fn a_prefill_has_the_same_bits_however_it_is_cut() {
         let mut rest = prompt;
         for &rows in cuts {
             let (now, later) = rest.split_at(rows);
-            rig.pass(now, Commit::Immediate, 0..0);
+            rig.pass(now, Pass::Prompt, 0..0);
             rig.lane.advance(rows as u32);
             rest = later;
         }
@@ -197,7 +197,7 @@ fn keeping_some_rows_of_a_block_is_running_just_those() {
 
             begin(&mut rig, start, &text);
             if kept > 0 {
-                rig.pass(&rest[..kept], Commit::Immediate, 0..0);
+                rig.pass(&rest[..kept], Pass::Prompt, 0..0);
                 rig.lane.advance(kept as u32);
             }
             let got = memory(&mut rig, rest[kept]);

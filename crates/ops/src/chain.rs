@@ -1,4 +1,4 @@
-//! Ops of few rows as stages of one launch: between two launches a card idles for longer than it takes
+//! Ops of a round as stages of one launch: between two launches a card idles for longer than it takes
 //! to read the weights of a small matrix.
 //!
 //! A launch that [`joins`](crate::kernel::Launch::stage) is a chain of one stage. In a recorded sequence a
@@ -9,6 +9,7 @@
 //! to itself. Launches of one stream do (a launch's blocks begin when all those of the one before have begun); chains of
 //! two streams, or of two processes that share multiprocessors, could wait for ever.
 
+use crate::Pass;
 use crate::kernel::{Arg, Card, Launch, MOST_WORDS, Source};
 
 const SOURCE: Source = Source {
@@ -32,8 +33,10 @@ const SOURCE: Source = Source {
 pub(crate) const WARPS: usize = 8;
 /// Warps that copy weights; three warps in all on each quarter of a multiprocessor.
 const COPIERS: usize = 4;
-/// The most rows of stages that join.
-pub(crate) const ROWS: usize = 64;
+/// Whether the rows of a pass are a stage of a chain: a round's, as long as they don't keep the card busy by themselves.
+pub(crate) fn joins(pass: Pass, rows: usize) -> bool {
+    pass == Pass::Round && rows <= 64
+}
 
 /// What a stage does; chain.cu knows the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -75,7 +75,7 @@ pub use rms_norm::RmsNorm;
 pub use sampling::{
     LogitBias, MAX_STOPS, ONE, Proposals, Rule, SamplerParams, TOKEN_IN_PROMPT, count_tokens,
 };
-pub use step::{LaneStep, Lanes, PAGE_TOKENS};
+pub use step::{LaneStep, Lanes, PAGE_TOKENS, Pass};
 pub use top_k::TopK;
 pub use weight::{Codes, Format, IQ4_TABLE, ScaleDtype, TileOrder, Weight};
 

@@ -1,6 +1,6 @@
 //! What changes from pass to pass, in device buffers.
 
-use crate::Buf;
+use crate::{Buf, Commit};
 
 /// Tokens of one page of a key/value pool, of one key block in attention, and of one chunk of the
 /// chunked recurrence: one absolute grid for all three.
@@ -24,6 +24,27 @@ pub struct LaneStep {
     pub parity: u32,
     /// Keeps the struct at 32 bytes.
     pub reserved: [u32; 2],
+}
+
+/// What a pass is for. A device may have kernels with other sums for the many rows of prompts; it chooses by this
+/// and by shapes, never by the number of rows, so that a prompt's rows have the same bits wherever the prompt is
+/// cut, and a round's whatever shares it. What is computed does not depend on it, nor do the host's bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Prompt tokens: any number of rows, usually many.
+    Prompt,
+    /// A round, of the target or of the draft: a few rows of each lane.
+    Round,
+}
+
+impl Pass {
+    /// When this pass's rows enter the recurrent state.
+    pub fn commit(self) -> Commit {
+        match self {
+            Pass::Prompt => Commit::Immediate,
+            Pass::Round => Commit::Deferred,
+        }
+    }
 }
 
 /// The lanes of one pass.

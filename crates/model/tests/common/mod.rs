@@ -9,7 +9,7 @@ use model::{
     Target, TargetSource, page_table,
 };
 use ops::simd::Isa;
-use ops::{ActDtype, Commit, Device, Host, HostMode, KvDtype, LaneStep, Lanes, PAGE_TOKENS};
+use ops::{ActDtype, Device, Host, HostMode, KvDtype, LaneStep, Lanes, PAGE_TOKENS, Pass};
 
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -88,10 +88,17 @@ impl Rig {
         Lanes { step: self.step, count: 1, rows, max_rows: rows }
     }
 
-    fn draft_context(&mut self, lanes: Lanes) {
+    fn draft_context(&mut self, lanes: Lanes, pass: Pass) {
         if self.scratch.taps == self.draft.taps {
             let features = self.scratch.features;
-            model::draft_context(&mut self.dev, &self.draft, &self.draft_state, features, lanes);
+            model::draft_context(
+                &mut self.dev,
+                &self.draft,
+                &self.draft_state,
+                features,
+                lanes,
+                pass,
+            );
         }
     }
 
@@ -102,7 +109,7 @@ impl Rig {
             let pos = self.lane.pos as usize;
             let end = (pos + budget) / PAGE_TOKENS * PAGE_TOKENS;
             let (now, later) = rest.split_at(rest.len().min(end - pos));
-            self.pass(now, Commit::Immediate, 0..0);
+            self.pass(now, Pass::Prompt, 0..0);
             self.lane.advance(now.len() as u32);
             rest = later;
         }
@@ -112,15 +119,15 @@ impl Rig {
     pub fn pass(
         &mut self,
         tokens: &[u32],
-        commit: Commit,
+        pass: Pass,
         logits: std::ops::Range<usize>,
     ) -> Vec<Vec<f32>> {
         let lanes = self.lanes(tokens.len());
         self.dev.write(self.scratch.ids, bytemuck::cast_slice(tokens));
         let rows = logits.len();
         let (target, state) = (&self.target, &self.state);
-        model::forward(&mut self.dev, target, state, &self.scratch, lanes, commit, logits);
-        self.draft_context(lanes);
+        model::forward(&mut self.dev, target, state, &self.scratch, lanes, pass, logits);
+        self.draft_context(lanes, pass);
         self.dev.sync().expect("a pass");
         let vocab = self.target.lm_head.n;
         let mut flat = vec![0f32; rows * vocab];
@@ -130,7 +137,7 @@ impl Rig {
 
     /// A verify pass of which `keep` rows are kept.
     pub fn verify(&mut self, tokens: &[u32], keep: usize) -> Vec<Vec<f32>> {
-        let logits = self.pass(tokens, Commit::Deferred, 0..tokens.len());
+        let logits = self.pass(tokens, Pass::Round, 0..tokens.len());
         self.lane.commit(keep as u32);
         logits
     }

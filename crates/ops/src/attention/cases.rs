@@ -6,7 +6,7 @@ use crate::simd::Isa;
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
 use crate::{
     Attention, Buf, Device, DeviceError, Host, KvDtype, KvPool, LaneStep, Lanes, Op, PAGE_TOKENS,
-    Unsupported,
+    Pass, Unsupported,
 };
 
 crate::testing::cases!(
@@ -20,8 +20,8 @@ crate::testing::cases!(
     a_row_does_not_depend_on_its_neighbours,
     bits_do_not_depend_on_scratch,
     poison_stays_where_it_is_seen,
-    many_rows,
-    prefill_may_be_cut_on_the_grid,
+    prompts,
+    prompts_may_be_cut_anywhere,
     poison_among_many_rows_stays_where_it_is_seen,
     int8_pages,
     int8_by_hand,
@@ -125,6 +125,7 @@ pub(crate) fn seen(shape: Shape, list: &[Lane]) -> Vec<(usize, usize)> {
     (0..slots).map(|slot| range(slot).unwrap_or((0, 0))).collect()
 }
 
+/// Of a round.
 fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
     let Shape { heads, dim, causal, window, .. } = shape;
     let kv = pool(b, shape, &seen(shape, list));
@@ -137,14 +138,23 @@ fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
     b.reseed(5);
     let q = b.normal(rows * heads * dim, 1.0);
     let scale = (dim as f32).powf(-0.5);
-    Attention { q, kv, out, scratch, lanes, heads, scale, causal, window }
+    let pass = Pass::Round;
+    Attention { q, kv, out, scratch, lanes, heads, scale, causal, window, pass }
+}
+
+fn build_prompt(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
+    Attention { pass: Pass::Prompt, ..build(b, shape, list) }
 }
 
 fn check(shape: Shape, list: &[Lane]) {
+    check_in(Pass::Round, shape, list);
+}
+
+fn check_in(pass: Pass, shape: Shape, list: &[Lane]) {
     // Tensor cores take queries and weights as bf16.
     let tolerance = Tolerance::relative(5e-6).elsewhere(1.0 / 128.0);
-    let label = format!("attention {shape:?} {list:?}");
-    conformance(&label, tolerance, |b| build(b, shape, list));
+    let label = format!("attention {pass:?} {shape:?} {list:?}");
+    conformance(&label, tolerance, |b| Attention { pass, ..build(b, shape, list) });
 }
 
 const SPLIT: u32 = (SPLIT_PAGES * PAGE_TOKENS) as u32;
@@ -463,11 +473,12 @@ fn poison(kv: KvDtype) {
     });
 }
 
-/// More rows than a round has: parts of prompts, for which devices may have other kernels.
+/// Parts of prompts, for which devices may have other kernels.
 #[cfg_attr(test, test)]
-fn many_rows() {
+fn prompts() {
     let shape = Shape { heads: 6, kv_heads: 1, dim: 128, ..SHAPE };
-    for (pos, rows) in [(0, 65), (3, 130), (1000, 70), (64, 192)] {
+    let check = |shape: Shape, list: &[Lane]| check_in(Pass::Prompt, shape, list);
+    for (pos, rows) in [(0, 1), (63, 3), (700, 40), (0, 65), (3, 130), (1000, 70), (64, 192)] {
         check(shape, &[lane(0, pos, rows)]);
     }
     check(Shape { heads: 12, kv_heads: 2, dim: 256, ..SHAPE }, &[lane(1, 250, 100)]);
@@ -481,19 +492,23 @@ fn many_rows() {
         }
     }
     check(Shape { heads: 2, causal: false, ..shape }, &[lane(0, 70, 80)]);
+    // Not so wide: what rounds have.
+    check(Shape { dim: 64, ..shape }, &[lane(0, 20, 90)]);
+    // A lane that has more rows than a round of shipped drafts.
+    check_in(Pass::Round, shape, &[lane(2, 3, 8), lane(0, 300, 100)]);
 }
 
 /// A lane of 330 rows from `pos` on, and passes of parts of it.
 #[cfg_attr(test, test)]
-fn prefill_may_be_cut_on_the_grid() {
+fn prompts_may_be_cut_anywhere() {
     const ROWS: usize = 330;
     let shape = Shape { heads: 6, kv_heads: 2, dim: 128, ..SHAPE };
-    on_each_device("attention cut on the grid", |label, dev| {
+    on_each_device("attention of a prompt in parts", |label, dev| {
         for (pos, window) in [(0, None), (40, None), (200, Some(90))] {
             let width = 4 * shape.heads * shape.dim;
             let mut run = |cuts: &[usize], late: u32| {
                 let all = [lane(0, pos, ROWS as u32)];
-                let op = build(&mut Builder::new(dev), Shape { window, ..shape }, &all);
+                let op = build_prompt(&mut Builder::new(dev), Shape { window, ..shape }, &all);
                 let mut first = 0;
                 for &rows in cuts {
                     let pos = pos + first as u32 - late * u32::from(first > 0);
@@ -513,12 +528,14 @@ fn prefill_may_be_cut_on_the_grid() {
                 Ok(bits)
             };
             let whole = run(&[ROWS], 0)?;
-            // As far as the grid, then on.
+            // As far as the grid, then on; and anywhere.
             let head = PAGE_TOKENS - pos as usize % PAGE_TOKENS;
-            for cuts in [[head + 64, 266 - head], [head + 192, 138 - head]] {
-                assert!(run(&cuts, 0)? == whole, "{label}: {cuts:?} at {pos}, {window:?}");
+            for cuts in
+                [&[head + 64, 266 - head][..], &[head, 64, 64, 64, 138 - head], &[1, 40, 289]]
+            {
+                assert!(run(cuts, 0)? == whole, "{label}: {cuts:?} at {pos}, {window:?}");
                 // A part one position too early must show.
-                assert!(run(&cuts, 1)? != whole, "{label}: {cuts:?} at {pos}, {window:?}, early");
+                assert!(run(cuts, 1)? != whole, "{label}: {cuts:?} at {pos}, {window:?}, early");
             }
         }
         Ok(())
@@ -532,10 +549,10 @@ fn poison_among_many_rows_stays_where_it_is_seen() {
     let shape = Shape { heads: 3, kv_heads: 1, dim: 128, ..SHAPE };
     let list = [lane(0, 100, rows)];
     on_each_device("attention with poison among many rows", |label, dev| {
-        let clean = bits(dev, |b| build(b, shape, &list))?;
+        let clean = bits(dev, |b| build_prompt(b, shape, &list))?;
         for nan_keys in [true, false] {
             let dirty = bits(dev, |b| {
-                let mut op = build(b, shape, &list);
+                let mut op = build_prompt(b, shape, &list);
                 let poisoned = pool(b, shape, &[(0, bad)]);
                 op.kv.values = poisoned.values;
                 if nan_keys {

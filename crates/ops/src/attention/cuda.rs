@@ -3,16 +3,13 @@
 use super::Attention;
 use crate::geometry::must_align;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
-use crate::{Op, PAGE_TOKENS, Unsupported};
+use crate::{Op, PAGE_TOKENS, Pass, Unsupported};
 
 const SPLIT: Source = Source { name: "attention/split.cu", text: include_str!("split.cu") };
 const FLASH: Source = Source {
     name: "attention/flash.cu",
     text: concat!(include_str!("../wgmma.cuh"), include_str!("flash.cu")),
 };
-
-/// More rows of a lane than a round has: a part of a prompt.
-const FEW_ROWS: usize = 64;
 
 /// Rows of the matrix products of one item of work: at most so many tiles of 16.
 const MAX_TILES: usize = 4;
@@ -24,7 +21,7 @@ pub(super) fn plan(op: &Attention, card: &Card, plan: &mut Plan) -> Result<(), U
     op.kv.must_be_bf16(op.name())?;
     let shared = flash_bytes(op.kv.head_dim);
     let wide = op.kv.head_dim.is_multiple_of(128) && shared <= card.shared as usize;
-    if op.lanes.max_rows > FEW_ROWS && wide && card.arch == 90 {
+    if op.pass == Pass::Prompt && wide && card.arch == 90 {
         flash(op, shared, plan);
     } else {
         must_align(op.name(), &[op.lanes.step])?;
@@ -50,7 +47,7 @@ pub(crate) fn scale(op: &Attention) -> Arg {
     Arg::F32(op.scale * std::f32::consts::LOG2_E)
 }
 
-/// Many rows: see `flash.cu`.
+/// A prompt's rows: see `flash.cu`.
 fn flash(op: &Attention, shared: usize, plan: &mut Plan) {
     const ROWS: usize = 128;
     let (kv, lanes) = (op.kv, op.lanes);
@@ -79,7 +76,7 @@ fn flash_bytes(dim: usize) -> usize {
     6 * 2 * PAGE_TOKENS * dim + 2048
 }
 
-/// How few rows are split along their keys: see `split.cu`.
+/// How a round's rows are split along their keys: see `split.cu`.
 pub(crate) struct Split {
     /// Rows of a lane that one item of work has.
     pub(crate) rows: usize,

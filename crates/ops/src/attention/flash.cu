@@ -1,4 +1,4 @@
-// Attention of many rows on the matrix units of Hopper (arXiv 2205.14135, 2407.08608). All query heads that share a
+// Attention of a prompt's rows on the matrix units of Hopper (arXiv 2205.14135, 2407.08608). All query heads that share a
 // key/value head are rows of one product: row m of a lane's tiles is head m % GROUP of its row m / GROUP. A block
 // has 128 of them, 64 to each of two warpgroups, and goes through the pages that they see in ascending order; a
 // third warpgroup copies pages. While the products with a page's values run, its warpgroup computes the scores of

@@ -7,9 +7,9 @@
 //! Order of computation, the same for every number of rows, lanes and threads: keys in blocks of
 //! [`crate::PAGE_TOKENS`] positions on the absolute grid, online softmax through the blocks of a
 //! split ([`SPLIT_PAGES`] blocks on the absolute grid), splits merged in ascending order. How rows,
-//! heads and splits are shared out among threads is a matter of speed alone. A card may take passes in
-//! which some lane has more than 64 rows in steps of a page, without splits: such passes agree bit for
-//! bit with one another, and with smaller ones up to rounding.
+//! heads and splits are shared out among threads is a matter of speed alone. A card may take prompts
+//! ([`Pass::Prompt`]) in steps of a page, without splits: passes of prompts agree bit for bit with one another,
+//! and with rounds up to rounding.
 //!
 //! Numerics: the reference works in f64. SIMD multiplies f32 queries with bf16 keys and values and
 //! adds in f32, one product after the other along `head_dim` and along the keys. Of int8 it multiplies the codes;
@@ -26,7 +26,8 @@ use crate::geometry::elements_fit;
 use crate::kernel::{Card, Plan};
 use crate::kv::Part;
 use crate::{
-    Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Unsupported,
+    Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Pass,
+    Unsupported,
 };
 
 /// Pages of one split: the part of a row's keys that is summed on its own and then merged.
@@ -56,6 +57,8 @@ pub struct Attention {
     pub causal: bool,
     /// Keys this far back or further are not seen.
     pub window: Option<usize>,
+    /// Decides the order of sums on devices with a kernel for prompts.
+    pub pass: Pass,
 }
 
 impl Attention {

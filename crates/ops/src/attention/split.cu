@@ -1,4 +1,4 @@
-// Attention of few rows, split along the keys. One item of work is a chunk of CHUNK_PAGES pages (on the
+// Attention of a round's rows, split along the keys. One item of work is a chunk of CHUNK_PAGES pages (on the
 // absolute grid) for one lane, one key/value head and ROWS rows: all query heads of the group times the rows
 // are the M rows of the matrix products. Blocks take items in turn; the items follow from LaneStep.
 //

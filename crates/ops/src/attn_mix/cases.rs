@@ -7,7 +7,7 @@ use crate::kernel::{Card, Plan};
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
 use crate::{
     ActDtype, Attention, AttnPrepare, Device, DeviceError, HeadGate, KvDtype, LaneStep, Lanes, Op,
-    PAGE_TOKENS, Queries, Rope, RopePairing, Unsupported,
+    PAGE_TOKENS, Pass, Queries, Rope, RopePairing, Unsupported,
 };
 
 crate::testing::cases!(
@@ -92,6 +92,7 @@ fn build_uncompared(b: &mut Builder, shape: Shape, form: Form, list: &[Lane]) ->
             scale,
             causal,
             window,
+            pass: Pass::Round,
         },
         gate: HeadGate { x: mixed, q_gate: gated.then_some(q), out, rows, heads, dim },
     }
@@ -270,7 +271,8 @@ fn refuses_parts_that_do_not_fit_together() {
     let mut host = crate::Host::new(crate::simd::Isa::Portable, 1);
     let good = build(&mut Builder::new(&mut host), SHAPE, FORM, &[lane(0, 3, 4)]);
     good.check().expect("the geometry of the other cases");
-    let cases: [&dyn Fn(&mut AttnMix); 7] = [
+    let cases: [&dyn Fn(&mut AttnMix); 8] = [
+        &|op| op.attention.pass = Pass::Prompt,
         &|op| op.prepare.queries = None,
         &|op| op.attention.q = op.attention.out,
         &|op| op.gate.x = op.attention.q,

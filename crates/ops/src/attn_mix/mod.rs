@@ -1,7 +1,7 @@
 //! What mixes tokens in an attention layer, as one op: [`AttnPrepare`], [`Attention`], [`HeadGate`].
 //!
 //! The definition is that of the parts, one after the other; so are the host's implementation and a
-//! pass of many rows on CUDA. It exists for passes of few rows, where launches that wait for one another take
+//! pass of many rows on CUDA. It exists for rounds, where launches that wait for one another take
 //! longer than their work: on CUDA they are two, and pages of earlier positions are on their way
 //! while the launch before still computes. A row has the bits that the parts give it.
 //!
@@ -13,7 +13,8 @@ mod host;
 
 use crate::kernel::{Card, Plan};
 use crate::{
-    Attention, AttnPrepare, Bindings, Cost, Cpu, Elements, HeadGate, Mem, Op, Queries, Unsupported,
+    Attention, AttnPrepare, Bindings, Cost, Cpu, Elements, HeadGate, Mem, Op, Pass, Queries,
+    Unsupported,
 };
 
 /// See the module.
@@ -80,8 +81,9 @@ impl Op for AttnMix {
             && (prepare.kv, prepare.lanes) == (attention.kv, attention.lanes)
             && (attention.out, attention.heads) == (gate.x, gate.heads)
             && (gate.rows, gate.dim) == (rows, dim)
+            && attention.pass == Pass::Round
             && gated;
-        Unsupported::unless(joined, op, || format!("{self:?}"), "parts of one layer")
+        Unsupported::unless(joined, op, || format!("{self:?}"), "parts of one layer in a round")
     }
 
     /// Without what lies between the parts; a lower bound, as attention's.

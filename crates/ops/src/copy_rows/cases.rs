@@ -1,7 +1,7 @@
 //! Cases every device must pass.
 
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{ActDtype, CopyRows, Op};
+use crate::{ActDtype, CopyRows, Op, Pass};
 
 crate::testing::cases!(
     agrees_with_the_definition,
@@ -23,7 +23,15 @@ fn build(
     let to = b.act(&values, rows, to_width, act);
     b.updated_act("to", to);
     b.reseed(3);
-    CopyRows { from: b.normal(rows * width, 2.0), width, to, column, finish, rows }
+    CopyRows {
+        from: b.normal(rows * width, 2.0),
+        width,
+        to,
+        column,
+        finish,
+        rows,
+        pass: Pass::Round,
+    }
 }
 
 #[cfg_attr(test, test)]
@@ -35,10 +43,13 @@ fn agrees_with_the_definition() {
             (576, 576, 3 * 576, ActDtype::I8),
             (5120, 4 * 5120, 5 * 5120, ActDtype::I8),
         ] {
-            for finish in [false, true] {
-                let name = format!("copy_rows {rows}x{width}@{column}/{to_width} {finish}");
+            for (finish, pass) in [(false, Pass::Prompt), (true, Pass::Prompt), (true, Pass::Round)]
+            {
+                let name =
+                    format!("copy_rows {rows}x{width}@{column}/{to_width} {finish} {pass:?}");
                 conformance(&name, Tolerance::exact(), |b| {
-                    build(b, rows, width, column, to_width, act, finish)
+                    let op = build(b, rows, width, column, to_width, act, finish);
+                    CopyRows { pass, ..op }
                 });
             }
         }
@@ -51,7 +62,15 @@ fn columns_outside_stay() {
         let to = b.act(&[1.0, 2.0, 3.0, 4.0], 1, 4, ActDtype::F32);
         b.updated_f32("to", to.buf.slice(0, 16));
         b.expect("to", &[1.0, 8.0, 9.0, 4.0]);
-        CopyRows { from: b.f32(&[8.0, 9.0]), width: 2, to, column: 1, finish: true, rows: 1 }
+        CopyRows {
+            from: b.f32(&[8.0, 9.0]),
+            width: 2,
+            to,
+            column: 1,
+            finish: true,
+            rows: 1,
+            pass: Pass::Round,
+        }
     });
 }
 

@@ -1,4 +1,4 @@
-//! One thread for four neighbours, or for one where rows aren't aligned; few rows as a stage of a chain.
+//! One thread for four neighbours, or for one where rows aren't aligned; a round's rows as a stage of a chain.
 
 use super::CopyRows;
 use crate::chain::{self, Kind};
@@ -12,7 +12,7 @@ const THREADS: usize = 256;
 pub(super) fn plan(op: &CopyRows, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     let whole = op.width.is_multiple_of(4) && op.column.is_multiple_of(4);
     let vec = if whole && aligned(&[op.from, op.to.buf]) { 4 } else { 1 };
-    let joins = vec == 4 && op.rows <= chain::ROWS && op.to.dtype == ActDtype::Bf16;
+    let joins = vec == 4 && chain::joins(op.pass, op.rows) && op.to.dtype == ActDtype::Bf16;
     if joins && chain::supported(card) {
         let [width, column, stride, rows] =
             [op.width, op.column, op.to.row_bytes(), op.rows].map(|v| Arg::U32(v as u32));

@@ -6,7 +6,7 @@ mod host;
 
 use crate::geometry::holds;
 use crate::kernel::{Card, Plan};
-use crate::{Act, Bindings, Buf, Cost, Cpu, Elements, Mem, Op, Unsupported};
+use crate::{Act, Bindings, Buf, Cost, Cpu, Elements, Mem, Op, Pass, Unsupported};
 
 /// `to[r, column .. column + width] = from[r]`; with `finish`, then quantises each whole row of `to`.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +23,8 @@ pub struct CopyRows {
     pub finish: bool,
     /// Rows.
     pub rows: usize,
+    /// A round's rows join chains on CUDA.
+    pub pass: Pass,
 }
 
 impl Op for CopyRows {

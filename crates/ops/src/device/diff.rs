@@ -442,7 +442,7 @@ mod tests {
     use super::*;
     use crate::simd::Isa;
     use crate::testing::Corrupt;
-    use crate::{ActDtype, Host, HostMode, RmsNorm, TopK};
+    use crate::{ActDtype, Host, HostMode, Pass, RmsNorm, TopK};
 
     const WIDTH: usize = 128;
 
@@ -475,9 +475,9 @@ mod tests {
         dev.write(weight, bytemuck::cast_slice(&numbers(WIDTH)));
         // Buffers have room to spare, with something old in it.
         dev.write(out.buf, &vec![0xFF; out.buf.bytes]);
-        dev.run(&RmsNorm { x, weight, out, rows: 3, eps: 1e-6 });
+        dev.run(&RmsNorm { x, weight, out, rows: 3, pass: Pass::Round, eps: 1e-6 });
         let row = out.buf.slice(stride, 4 * WIDTH);
-        dev.run(&RmsNorm { x: row, weight, out: again, rows: 1, eps: 1e-6 });
+        dev.run(&RmsNorm { x: row, weight, out: again, rows: 1, pass: Pass::Round, eps: 1e-6 });
         let logits = again.buf.slice(0, 4 * WIDTH);
         let (rows, stride, valid, k) = (1, WIDTH, WIDTH, 5);
         dev.run(&TopK { logits, ids, values, scratch, rows, stride, valid, k });

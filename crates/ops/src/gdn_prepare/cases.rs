@@ -2,8 +2,8 @@
 
 use super::{CONV_TAPS, Commit, GdnGeometry, GdnPrepare, HeadMap};
 use crate::simd::Isa;
-use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{Buf, Device, Host, HostMode, LaneStep, Lanes, Op};
+use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
+use crate::{Buf, Device, DeviceError, Host, HostMode, LaneStep, Lanes, Op};
 
 crate::testing::cases!(
     agrees_with_the_definition,
@@ -11,6 +11,7 @@ crate::testing::cases!(
     each_tap_meets_its_row,
     gates_by_hand,
     a_row_does_not_depend_on_its_neighbours,
+    prompts_may_be_cut_anywhere,
 );
 
 pub(crate) const fn geometry(
@@ -166,6 +167,56 @@ fn a_row_does_not_depend_on_its_neighbours() {
             build(b, TINY, &[(rows as u32, 1, 3, 1)], commit, false)
         });
     }
+}
+
+/// A prompt's rows have the same bits in one pass and in several, of few rows or of many.
+#[cfg_attr(test, test)]
+fn prompts_may_be_cut_anywhere() {
+    const ROWS: usize = 200;
+    let lane = [(ROWS as u32, 1, 3, 1)];
+    on_each_device("gdn_prepare of a prompt in parts", |label, dev| {
+        let mut run = |cuts: &[usize], halves: u32| {
+            let heads = geometry((2, 4), (64, 32));
+            let op = build(&mut Builder::new(dev), heads, &lane, Commit::Immediate, false);
+            let (mut step, mut first) = (steps(&lane)[0], 0);
+            for &rows in cuts {
+                step.rows = rows as u32;
+                dev.write(op.lanes.step, bytemuck::bytes_of(&step));
+                let part = |buf: Buf| buf.rows(first, rows, buf.bytes / ROWS);
+                dev.run(&GdnPrepare {
+                    qkv: part(op.qkv),
+                    a: part(op.a),
+                    b: part(op.b),
+                    q: part(op.q),
+                    k: part(op.k),
+                    v: part(op.v),
+                    g: part(op.g),
+                    beta: part(op.beta),
+                    lanes: Lanes { rows, max_rows: rows, ..op.lanes },
+                    ..op
+                });
+                first += rows;
+                (step.pending, step.parity) = (0, (step.parity + halves) % 2);
+            }
+            match dev.sync() {
+                Err(DeviceError::Unsupported(why)) => return Err(why),
+                other => other.expect("the passes"),
+            }
+            let read = |buf: Buf| {
+                let mut bytes = vec![0u8; buf.bytes];
+                dev.read(buf, &mut bytes);
+                bytes
+            };
+            Ok([op.q, op.k, op.v, op.g, op.beta].map(read))
+        };
+        let whole = run(&[ROWS], 1)?;
+        for cuts in [&[64, 64, 64, 8][..], &[1, 199], &[70, 130]] {
+            assert!(run(cuts, 1)? == whole, "{label}: {cuts:?}");
+            // The history of the wrong half must show.
+            assert!(run(cuts, 2)? != whole, "{label}: {cuts:?}, wrong half");
+        }
+        Ok(())
+    });
 }
 
 /// One lane's stream of rows, run pass by pass.

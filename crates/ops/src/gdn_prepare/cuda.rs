@@ -10,7 +10,8 @@ const WARPS: usize = 4;
 pub(super) fn plan(op: &GdnPrepare, plan: &mut Plan) -> Result<(), Unsupported> {
     op.check()?;
     let (g, lanes) = (&op.geometry, op.lanes);
-    // A row reads the three before it: more rows to a warp read less, fewer rows are done sooner.
+    // A row reads the three before it: more rows to a warp read less, fewer rows are done sooner. A row's bits are the
+    // same: all that a warp computes is of one row.
     let rows = if lanes.max_rows <= 64 { 1 } else { 16 };
     let defines = [
         ("KEY_HEADS", g.key_heads as i64),

@@ -1,9 +1,14 @@
 //! Cases every device must pass.
 
+use std::collections::BTreeSet;
+
 use super::samples::{Kind, Sample, float, sample};
+use crate::kernel::{Card, Plan};
 use crate::linear::{DenseDtype, GgmlType, PackError, Source, TILE};
-use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{ActDtype, DryRun, Format, Linear, LinearPart, Op, ScaleDtype, TileOrder};
+use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
+use crate::{
+    Act, ActDtype, DeviceError, DryRun, Format, Linear, LinearPart, Op, Pass, ScaleDtype, TileOrder,
+};
 
 crate::testing::cases!(
     int8_products_have_the_bits_of_the_definition,
@@ -17,8 +22,9 @@ crate::testing::cases!(
     parts_of_different_formats,
     a_row_does_not_depend_on_its_neighbours,
     rows_of_several_lanes,
-    more_rows_than_lanes_have,
-    many_rows_of_exact_weights,
+    prompts,
+    prompts_of_exact_weights,
+    prompts_may_be_cut_anywhere,
     more_outputs_than_a_pass,
 );
 
@@ -27,14 +33,14 @@ fn exact() -> Tolerance {
     Tolerance::exact().elsewhere(1e-5)
 }
 
-/// One random matrix and `rows` random rows.
+/// One random matrix and `rows` random rows of a round.
 fn build(b: &mut Builder, kind: Kind, rows: usize, n: usize, k: usize, act: ActDtype) -> Linear {
     b.reseed((n * 31 + k) as u64);
     let weight = sample(b, kind, n, k).weight(b);
     let x = b.normal_values(rows * k, 2.0);
     let x = b.act(&x, rows, k, act);
     let out = b.out_f32("out", rows * n);
-    Linear::new(x, rows, &[LinearPart { weight, out, add: false }])
+    Linear::new(x, rows, Pass::Round, &[LinearPart { weight, out, add: false }])
 }
 
 /// The smallest multiple of the kind's unit and of the activation group that is at least `k`.
@@ -151,7 +157,7 @@ fn the_identity_returns_its_input() {
             if act == ActDtype::F32 {
                 b.expect("out", &values.iter().map(|v| v / 125.0 * 127.0).collect::<Vec<_>>());
             }
-            Linear::new(x, 2, &[LinearPart { weight, out, add: false }])
+            Linear::new(x, 2, Pass::Round, &[LinearPart { weight, out, add: false }])
         });
     }
 }
@@ -165,7 +171,7 @@ fn ones_count_their_codes() {
             let out = b.out_f32("out", 40);
             let counts: Vec<f32> = (0..40).map(|o| 128.0 * (o % 16) as f32).collect();
             b.expect("out", &counts);
-            Linear::new(x, 1, &[LinearPart { weight, out, add: false }])
+            Linear::new(x, 1, Pass::Round, &[LinearPart { weight, out, add: false }])
         });
     }
 }
@@ -198,7 +204,7 @@ fn four_parts(b: &mut Builder, rows: usize) -> Linear {
     b.reseed(77);
     let x = b.normal_values(rows * k, 1.0);
     let x = b.act(&x, rows, k, ActDtype::I8);
-    Linear::new(x, rows, &parts)
+    Linear::new(x, rows, Pass::Round, &parts)
 }
 
 #[cfg_attr(test, test)]
@@ -242,25 +248,35 @@ fn rows_of_several_lanes() {
 const WEIGHTS_ROUNDED: f32 = 1.0 / 64.0;
 
 #[cfg_attr(test, test)]
-fn more_rows_than_lanes_have() {
+fn prompts() {
     let rounded = Tolerance::exact().elsewhere(WEIGHTS_ROUNDED);
     for kind in Kind::quantized() {
         let k = inputs(kind, 320);
-        let name = format!("linear {kind:?} 66 rows");
-        conformance(&name, rounded, |b| build(b, kind, 66, 50, k, ActDtype::I8));
+        for rows in [5, 66] {
+            let name = format!("linear {kind:?} prompt of {rows} rows");
+            let op = |b: &mut Builder| prompt(build(b, kind, rows, 50, k, ActDtype::I8));
+            conformance(&name, rounded, op);
+        }
     }
     let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
-    for (rows, n, k) in [(65, 1, 64), (129, 300, 128), (200, 515, 832), (384, 70, 64)] {
-        let name = format!("linear {rows}x{n}x{k}");
-        conformance(&name, rounded, |b| build(b, kind, rows, n, k, ActDtype::I8));
+    for (rows, n, k) in
+        [(1, 70, 128), (64, 300, 832), (65, 1, 64), (129, 300, 128), (200, 515, 832), (384, 70, 64)]
+    {
+        let name = format!("linear prompt {rows}x{n}x{k}");
+        let op = |b: &mut Builder| prompt(build(b, kind, rows, n, k, ActDtype::I8));
+        conformance(&name, rounded, op);
+        // A round of so many is multiplied as well as one of few.
+        conformance(&format!("{name}, round"), rounded, |b| {
+            build(b, kind, rows, n, k, ActDtype::I8)
+        });
     }
     let rounded = Tolerance::relative(1e-5).elsewhere(WEIGHTS_ROUNDED);
-    conformance("four parts, many rows", rounded, |b| four_parts(b, 130));
+    conformance("four parts of a prompt", rounded, |b| prompt(four_parts(b, 130)));
 }
 
 /// Weights that bf16 holds exactly leave nothing to round but sums, whatever the kernel.
 #[cfg_attr(test, test)]
-fn many_rows_of_exact_weights() {
+fn prompts_of_exact_weights() {
     let weight = |o: usize, i: usize| ((7 * o + 3 * i + o * i / 5) % 16) as u8;
     let scale = |o: usize| (0.25 * [1.0, -2.0, 8.0][o % 3], [0.0, -1.5, 3.0, 0.5][o % 4]);
     let check = |dtype: ScaleDtype, (rows, n, k): (usize, usize, usize)| {
@@ -269,16 +285,103 @@ fn many_rows_of_exact_weights() {
             let x = b.normal_values(rows * k, 2.0);
             let x = b.act(&x, rows, k, ActDtype::I8);
             let out = b.out_f32("out", rows * n);
-            Linear::new(x, rows, &[LinearPart { weight, out, add: false }])
+            Linear::new(x, rows, Pass::Prompt, &[LinearPart { weight, out, add: false }])
         });
     };
     for dtype in [ScaleDtype::Bf16, ScaleDtype::F16, ScaleDtype::F32] {
-        for shape in [(66, 50, 64), (384, 70, 64), (150, 270, 320), (321, 33, 1088)] {
+        for shape in [(40, 50, 320), (66, 50, 64), (384, 70, 64), (150, 270, 320), (321, 33, 1088)]
+        {
             check(dtype, shape);
         }
     }
     // More than a wave of blocks of 128 rows on a large card, but not of 160.
     check(ScaleDtype::Bf16, (315, 11_400, 64));
+}
+
+/// The same op of a prompt.
+fn prompt(op: Linear) -> Linear {
+    Linear { pass: Pass::Prompt, ..op }
+}
+
+/// A prompt's rows have the same bits in one pass and in several.
+#[cfg_attr(test, test)]
+fn prompts_may_be_cut_anywhere() {
+    let mlx = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+    for (kind, n, k) in [
+        (mlx, 300, 832),
+        (Kind::Mlx(8, 32, ScaleDtype::F16), 40, 320),
+        (Kind::Ggml(GgmlType::Q6_K), 70, 512),
+        (Kind::Dense(DenseDtype::Bf16), 40, 128),
+    ] {
+        for cuts in [&[64, 64, 64, 8][..], &[1, 199], &[40, 160]] {
+            in_parts(kind, (n, k), cuts);
+        }
+    }
+    // More than a wave of blocks of 128 rows on a large card, but not of 160.
+    in_parts(mlx, (11_400, 128), &[64, 128, 123]);
+}
+
+/// Kernels follow from the kind of pass, the format and the card; from rows only where a round has very many.
+#[test]
+fn kernels_do_not_follow_from_rows() {
+    for arch in [80, 89, 90, 100, 120] {
+        let card = Card { arch, sms: 132, shared: 227 << 10 };
+        let mut dev = DryRun::on_card(card);
+        let dense = [DenseDtype::F32, DenseDtype::Bf16].map(Kind::Dense);
+        for kind in Kind::quantized().into_iter().chain(dense) {
+            let op =
+                build(&mut Builder::new(&mut dev), kind, 96, 50, inputs(kind, 64), ActDtype::I8);
+            let kernels = |pass, rows| kernels(&op, &card, pass, rows);
+            for rows in 1..=96 {
+                let label = format!("{kind:?} on sm_{arch}: {rows} rows");
+                assert_eq!(kernels(Pass::Prompt, rows), kernels(Pass::Prompt, 96), "{label}");
+                let as_one = kernels(Pass::Round, rows) == kernels(Pass::Round, 1);
+                let own = kernels(Pass::Prompt, rows) != kernels(Pass::Round, 1);
+                // What has a kernel of its own for prompts also has one for large rounds.
+                assert_eq!(as_one, !own || rows <= 64, "{label}");
+                assert!(!own || arch == 90, "{label}");
+            }
+        }
+        let mlx = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+        let op = build(&mut Builder::new(&mut dev), mlx, 8, 50, 64, ActDtype::I8);
+        let many = kernels(&op, &card, Pass::Prompt, 8) == BTreeSet::from(["linear_many"]);
+        assert_eq!(many, arch == 90, "sm_{arch}");
+    }
+}
+
+fn kernels(op: &Linear, card: &Card, pass: Pass, rows: usize) -> BTreeSet<&'static str> {
+    let mut plan = Plan::default();
+    Linear { pass, rows, ..*op }.cuda(card, &mut plan).expect("a plan");
+    plan.launches().iter().map(|launch| launch.entry).collect()
+}
+
+fn in_parts(kind: Kind, (n, k): (usize, usize), cuts: &[usize]) {
+    on_each_device("linear of a prompt in parts", |label, dev| {
+        let mut run = |cuts: &[usize], early: usize| {
+            let rows = cuts.iter().sum();
+            let op = build(&mut Builder::new(dev), kind, rows, n, k, ActDtype::I8);
+            let (all, part, mut first) = (op.x, op.parts[0], 0);
+            for &rows in cuts {
+                let from = first - early.min(first);
+                let x = Act { buf: all.buf.rows(from, rows, all.row_bytes()), ..all };
+                let out = part.out.rows(first, rows, 4 * n);
+                dev.run(&Linear::new(x, rows, Pass::Prompt, &[LinearPart { out, ..part }]));
+                first += rows;
+            }
+            match dev.sync() {
+                Err(DeviceError::Unsupported(why)) => return Err(why),
+                other => other.expect("the passes"),
+            }
+            let mut bits = vec![0u8; part.out.bytes];
+            dev.read(part.out, &mut bits);
+            Ok(bits)
+        };
+        let whole = run(&[cuts.iter().sum()], 0)?;
+        assert!(run(cuts, 0)? == whole, "{label}: {kind:?} {n}x{k} in {cuts:?}");
+        // A part that begins a row too early must show.
+        assert!(run(cuts, 1)? != whole, "{label}: {kind:?} {n}x{k} in {cuts:?}, early");
+        Ok(())
+    });
 }
 
 /// More than the processors of a large card hold sums for at a time.

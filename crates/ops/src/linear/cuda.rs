@@ -1,14 +1,15 @@
-//! Which kernel multiplies: one for few rows and one for many, both for quantised weights and bf16
+//! Which kernel multiplies: one for prompts and one for rounds, both for quantised weights and bf16
 //! activations, and one for everything else.
 //!
-//! Up to [`FEW_ROWS`] rows take the same sums in the same order, whatever their number.
+//! Within each, a row takes the same sums in the same order, whatever the rows beside it. Which it is follows from the
+//! kind of pass, from formats, shapes and the card; but a round of more than [`FEW_ROWS`] rows is multiplied as a prompt.
 
 use super::layout::Layout;
 use super::{Linear, LinearPart};
 use crate::chain::{self, Kind};
 use crate::geometry::aligned;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
-use crate::{ActDtype, Buf, Codes, Format, ScaleDtype, Unsupported};
+use crate::{ActDtype, Buf, Codes, Format, Pass, ScaleDtype, Unsupported};
 
 const MANY: Source = Source {
     name: "linear/many.cu",
@@ -24,7 +25,7 @@ const ANY: Source = Source {
     text: concat!(include_str!("weight.cuh"), include_str!("any.cu")),
 };
 
-/// A row's bits don't depend on the number of rows up to here.
+/// The most rows of a round for which reading the weights again for each 32 rows is worth it.
 const FEW_ROWS: usize = 64;
 
 pub(super) fn plan(op: &Linear, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
@@ -49,7 +50,7 @@ pub(super) fn plan(op: &Linear, card: &Card, plan: &mut Plan) -> Result<(), Unsu
         for (slot, (i, part)) in group.parts.iter_mut().zip(same) {
             (done[i], *slot) = (true, Some(part));
         }
-        if op.rows > FEW_ROWS && card.arch == 90 {
+        if card.arch == 90 && (op.pass == Pass::Prompt || op.rows > FEW_ROWS) {
             many(op, &group, card, plan);
         } else {
             few(op, &group, card, plan)?;
@@ -150,8 +151,11 @@ fn any(op: &Linear, part: &LinearPart, act: (&'static str, i64), plan: &mut Plan
     plan.push(Launch::new(ANY, "linear_any", &defines, grid, 256, &args));
 }
 
-/// Rows of a block: those with which the waves of blocks take least time.
+/// Rows of a block: those with which the waves of blocks take least time. No row's bits depend on it.
 fn rows_of_block(rows: usize, tiles: usize, card: &Card) -> usize {
+    if rows <= 64 {
+        return 64;
+    }
     // A wave takes its rows' time and, measured, that of 170 more: with 160 rows 11 % longer than with 128.
     let cost = |of: usize| (rows.div_ceil(of) * tiles).div_ceil(card.sms as usize) * (of + 170);
     if cost(160) < cost(128) { 160 } else { 128 }

@@ -1,4 +1,4 @@
-// linear of many rows: out[rows, n] (+)= x[rows, k] W[n, k]^T on the tensor cores of Hopper
+// linear of a prompt's rows: out[rows, n] (+)= x[rows, k] W[n, k]^T on the tensor cores of Hopper
 // shapes   x bf16 rows; W in the order of fragments.rs; out f32; k a multiple of 64 and of the span
 // launch   grid (rows / ROWS, outputs / 256 of each part): neighbours share weights; two warpgroups compute, one copies
 // traffic  x once for each 256 outputs and weights once for each ROWS rows, mostly from L2
@@ -7,7 +7,10 @@
 // Weights are the first operand, from registers: each warp reads its half tiles straight from memory a unit ahead, makes bf16 of them
 // while the tensor cores work on the unit before, and never shares them. Activations are the second operand, from shared memory.
 //
-// Defines: those of weight.cuh; ROWS of a block, 128 or 160: no row's bits depend on it.
+// Sums. An output is one accumulator of the tensor cores, from 0, to which each 16 inputs are added in ascending order; `add` comes
+// last. Nothing of that depends on ROWS, on the rows of the pass, or on where a row lies: each has the same bits alone.
+//
+// Defines: those of weight.cuh; ROWS of a block: 64, 128 or 160.
 
 #define OUTPUTS 256
 #define STAGES 6

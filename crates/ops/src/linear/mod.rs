@@ -46,8 +46,8 @@ pub use pack::{DenseDtype, PackError, Source};
 
 use crate::kernel::{Card, Plan};
 use crate::{
-    ACT_GROUP, Act, ActDtype, ActGroup, Bindings, Buf, Cost, Cpu, Format, Mem, Op, Unsupported,
-    Weight,
+    ACT_GROUP, Act, ActDtype, ActGroup, Bindings, Buf, Cost, Cpu, Format, Mem, Op, Pass,
+    Unsupported, Weight,
 };
 use layout::Layout;
 
@@ -72,21 +72,23 @@ pub struct Linear {
     count: usize,
     /// Rows.
     pub rows: usize,
+    /// Decides the order of sums on devices with a kernel for prompts.
+    pub pass: Pass,
 }
 
 impl Linear {
     /// Weights that one op may hold.
     pub const MAX_PARTS: usize = 4;
 
-    /// A product of `rows` rows with each of 1 to 4 weights.
+    /// A product of the `rows` rows of a pass with each of 1 to 4 weights.
     ///
     /// # Panics
     /// If there are no parts or too many.
-    pub fn new(x: Act, rows: usize, parts: &[LinearPart]) -> Linear {
+    pub fn new(x: Act, rows: usize, pass: Pass, parts: &[LinearPart]) -> Linear {
         assert!((1..=Self::MAX_PARTS).contains(&parts.len()), "{} parts", parts.len());
         let mut list = [parts[0]; Self::MAX_PARTS];
         list[..parts.len()].copy_from_slice(parts);
-        Linear { x, parts: list, count: parts.len(), rows }
+        Linear { x, parts: list, count: parts.len(), rows, pass }
     }
 
     /// The weights in use.

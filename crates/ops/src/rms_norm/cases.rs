@@ -1,7 +1,7 @@
 //! Cases every device must pass.
 
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{ActDtype, RmsNorm};
+use crate::{ActDtype, Pass, RmsNorm};
 
 crate::testing::cases!(
     agrees_with_the_definition,
@@ -13,7 +13,14 @@ crate::testing::cases!(
 fn build(b: &mut Builder, rows: usize, width: usize, act: ActDtype) -> RmsNorm {
     let weight = b.normal(width, 1.0);
     let x = b.normal(rows * width, 3.0);
-    RmsNorm { x, weight, out: b.out_act("out", rows, width, act), rows, eps: 1e-6 }
+    RmsNorm {
+        x,
+        weight,
+        out: b.out_act("out", rows, width, act),
+        rows,
+        pass: Pass::Round,
+        eps: 1e-6,
+    }
 }
 
 #[cfg_attr(test, test)]
@@ -27,7 +34,10 @@ fn agrees_with_the_definition() {
             (5120, ActDtype::F32),
         ] {
             let name = format!("rms_norm {rows}x{width} {act:?}");
-            conformance(&name, Tolerance::relative(2e-6), |b| build(b, rows, width, act));
+            for pass in [Pass::Prompt, Pass::Round] {
+                let build = |b: &mut Builder| RmsNorm { pass, ..build(b, rows, width, act) };
+                conformance(&format!("{name} {pass:?}"), Tolerance::relative(2e-6), build);
+            }
         }
     }
 }
@@ -39,7 +49,7 @@ fn a_row_of_ones_stays_ones() {
         let weight = b.f32(&[1.0; 64]);
         let out = b.out_act("out", 1, 64, ActDtype::I8);
         b.expect("out", &[1.0; 64]);
-        RmsNorm { x, weight, out, rows: 1, eps: 0.0 }
+        RmsNorm { x, weight, out, rows: 1, pass: Pass::Round, eps: 0.0 }
     });
 }
 
@@ -51,7 +61,14 @@ fn zeros_and_outliers() {
         x[70] = -1e-20;
         let x = b.f32(&x);
         let weight = b.normal(64, 1.0);
-        RmsNorm { x, weight, out: b.out_act("out", 3, 64, ActDtype::I8), rows: 3, eps: 1e-6 }
+        RmsNorm {
+            x,
+            weight,
+            out: b.out_act("out", 3, 64, ActDtype::I8),
+            rows: 3,
+            pass: Pass::Round,
+            eps: 1e-6,
+        }
     });
 }
 

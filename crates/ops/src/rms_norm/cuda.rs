@@ -1,4 +1,4 @@
-//! Few rows as a stage of a chain; otherwise one block for each row. Both add in the same order.
+//! A round's rows as a stage of a chain; otherwise one block for each row. Both add in the same order.
 
 use super::RmsNorm;
 use crate::chain::{self, Kind};
@@ -21,7 +21,7 @@ pub(super) fn plan(op: &RmsNorm, card: &Card, plan: &mut Plan) -> Result<(), Uns
     Unsupported::unless(width <= 65536, "rms_norm", what, "widths up to 65536")?;
     let act = op.out.define("rms_norm")?;
     let usual = width <= 64 * THREADS;
-    let joins = usual && op.rows <= chain::ROWS && op.out.dtype == ActDtype::Bf16;
+    let joins = usual && chain::joins(op.pass, op.rows) && op.out.dtype == ActDtype::Bf16;
     if joins && chain::supported(card) {
         let numbers = [op.eps.into(), (stride as u32).into(), (op.rows as u32).into()];
         let [eps, stride, rows]: [Arg; 3] = numbers;

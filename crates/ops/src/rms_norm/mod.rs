@@ -13,7 +13,7 @@ mod cuda;
 mod host;
 
 use crate::kernel::{Card, Plan};
-use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
+use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Pass, Unsupported};
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +26,8 @@ pub struct RmsNorm {
     pub out: Act,
     /// Rows.
     pub rows: usize,
+    /// A round's rows join chains on CUDA.
+    pub pass: Pass,
     /// Added to the mean square.
     pub eps: f32,
 }

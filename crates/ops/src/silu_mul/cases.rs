@@ -1,7 +1,7 @@
 //! Cases every device must pass.
 
 use crate::testing::{Builder, Tolerance, conformance, row_invariance};
-use crate::{ActDtype, Op, SiluMul};
+use crate::{ActDtype, Op, Pass, SiluMul};
 
 crate::testing::cases!(
     agrees_with_the_definition,
@@ -13,7 +13,7 @@ fn build(b: &mut Builder, rows: usize, width: usize, act: ActDtype) -> SiluMul {
     let gate = b.normal(rows * width, 4.0);
     b.reseed(2);
     let up = b.normal(rows * width, 2.0);
-    SiluMul { gate, up, out: b.out_act("out", rows, width, act), rows }
+    SiluMul { gate, up, out: b.out_act("out", rows, width, act), rows, pass: Pass::Round }
 }
 
 #[cfg_attr(test, test)]
@@ -27,7 +27,10 @@ fn agrees_with_the_definition() {
             (17_408, ActDtype::I8),
         ] {
             let name = format!("silu_mul {rows}x{width} {act:?}");
-            conformance(&name, Tolerance::relative(2e-6), |b| build(b, rows, width, act));
+            for pass in [Pass::Prompt, Pass::Round] {
+                let build = |b: &mut Builder| SiluMul { pass, ..build(b, rows, width, act) };
+                conformance(&format!("{name} {pass:?}"), Tolerance::relative(2e-6), build);
+            }
         }
     }
 }
@@ -42,7 +45,7 @@ fn known_values() {
         let mut want = vec![0.0; 32];
         want[..4].copy_from_slice(&[1.462_117_2, 0.0, 400.0, -0.537_882_84]);
         b.expect("out", &want);
-        SiluMul { gate, up, out, rows: 1 }
+        SiluMul { gate, up, out, rows: 1, pass: Pass::Round }
     });
 }
 

@@ -1,4 +1,4 @@
-//! One thread for four neighbours; few rows as a stage of a chain.
+//! One thread for four neighbours; a round's rows as a stage of a chain.
 
 use super::SiluMul;
 use crate::chain::{self, Kind};
@@ -12,7 +12,7 @@ const THREADS: usize = 256;
 pub(super) fn plan(op: &SiluMul, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     must_align("silu_mul", &[op.gate, op.up, op.out.buf])?;
     let width = op.out.width;
-    if op.rows <= chain::ROWS && op.out.dtype == ActDtype::Bf16 && chain::supported(card) {
+    if chain::joins(op.pass, op.rows) && op.out.dtype == ActDtype::Bf16 && chain::supported(card) {
         let [width, stride, rows] =
             [width, op.out.row_bytes(), op.rows].map(|v| Arg::U32(v as u32));
         let words = [op.gate.into(), op.up.into(), op.out.buf.into(), width, stride, rows];

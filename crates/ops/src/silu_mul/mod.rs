@@ -7,7 +7,7 @@ mod host;
 
 use crate::geometry::holds;
 use crate::kernel::{Card, Plan};
-use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
+use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Pass, Unsupported};
 
 /// See the module. `gate` and `up` are `[rows, width]` f32; `width` is a multiple of 16.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +20,8 @@ pub struct SiluMul {
     pub out: Act,
     /// Rows.
     pub rows: usize,
+    /// A round's rows join chains on CUDA.
+    pub pass: Pass,
 }
 
 impl Op for SiluMul {
