@@ -7,7 +7,7 @@
 //
 // Defines: those of the stages that occur.
 
-#define MOST_STAGES 24
+#define MOST_STAGES 40
 #define WORDS 19
 
 struct Program {
@@ -40,21 +40,42 @@ struct Meeting {
     }
 };
 
+#ifdef GDN_BLOCK
+// A head of a lane for each cluster at a time. The first begins before the blocks meet.
+__device__ __forceinline__ void gdn_stage(gdn::Shared& mixing, const u64* word, Meeting& meeting, bool meets, u32& exchanges) {
+    const u32 heads = (u32)word[14] * gdn::VALUE_HEADS;
+#pragma unroll 1
+    for (u32 head = blockIdx.x / 2; head < heads; head += gridDim.x / 2) {
+        gdn::Item item;
+        gdn::begin(mixing, item, word, head);
+        if (meets) meeting.meet(), meets = false;
+        gdn::finish(mixing, item, word, exchanges);
+    }
+    if (meets) meeting.meet();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(const __grid_constant__ Program program) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 warp = __shfl_sync(WARP_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, count = program.count;
+#ifdef GDN_BLOCK
+    __shared__ gdn::Shared mixing;
+    if (threadIdx.x == 0) gdn::init(mixing);
+#endif
 #ifdef BLOCKS
     const u32 full = shared_address(shared) + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
     const Ring ring = {shared_address(shared), full, empty, 0, 0};
     if (threadIdx.x == 0) {
         for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, WARPS);
         phase_init(cross, WARPS);
-        phase_init_fence();
     }
-    __syncthreads();
+#endif
     // Blocks of a cluster write into each other's memory: both must be there, and stay.
+    if (threadIdx.x == 0) phase_init_fence();
+    __syncthreads();
     cluster_arrive();
     launch_next();
+#ifdef BLOCKS
     if (warp >= WARPS) {
         Copier copier = {ring, warp - WARPS, read_once()};
         for (u32 i = 0; i < count && warp < WARPS + TURNS; i++)
@@ -66,14 +87,16 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
         for (u32 i = lane * 4; i < X_AHEAD * X_BYTES; i += 128)
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(shared) + X_AT + warp * X_AHEAD * X_BYTES + i), "r"(0) : "memory");
 #else
-    launch_next();
-    if (warp < WARPS) {
+    if (warp >= WARPS) {
+        cluster_wait();
+    } else {
+#endif
+#ifdef GDN_BLOCK
+        u32 exchanges = 0;
 #endif
         Meeting meeting = {program.meetings, 0};
         wait();
-#ifdef BLOCKS
         cluster_wait();
-#endif
         for (u32 i = 0; i < count; i++) {
             const u64* word = program.word[i];
             const u32 kind = program.kind[i];
@@ -81,10 +104,16 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
             Product next;
             if (kind == 0) next = Product(word);
 #endif
+#ifdef GDN_BLOCK
+            if (kind == 4) {
+                gdn_stage(mixing, word, meeting, i > 0, exchanges);
+                continue;
+            }
+#endif
             if (i) meeting.meet();
             switch (kind) {
 #ifdef BLOCKS
-            case 0: product(next, block); break;
+            case 0: product(next, word, block); break;
 #endif
 #ifdef NORM_WIDTH
             case 1: rms_norm_stage(word); break;
@@ -94,8 +123,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
             }
         }
     }
-#ifdef BLOCKS
     cluster_arrive();
     cluster_wait();
-#endif
 }

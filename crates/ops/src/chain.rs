@@ -25,6 +25,9 @@ const SOURCE: Source = Source {
         "\n#endif\n",
         include_str!("silu_mul/stage.cuh"),
         include_str!("copy_rows/stage.cuh"),
+        "\n#ifdef GDN_BLOCK\n",
+        include_str!("gdn_mix/stage.cuh"),
+        "\n#endif\n",
         include_str!("chain.cu"),
     ),
 };
@@ -45,6 +48,7 @@ pub(crate) enum Kind {
     RmsNorm = 1,
     SiluMul = 2,
     CopyRows = 3,
+    GdnMix = 4,
 }
 
 /// Whether this card runs chains: clusters and copies by the copy engine.

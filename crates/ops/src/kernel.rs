@@ -135,7 +135,7 @@ pub struct Launch {
 }
 
 /// The most stages of a chain.
-pub const MOST_STAGES: usize = 24;
+pub const MOST_STAGES: usize = 40;
 /// The most words of a stage.
 pub const MOST_WORDS: usize = 19;
 

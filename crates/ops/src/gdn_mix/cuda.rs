@@ -1,14 +1,23 @@
-//! Few rows in one launch; everything else as the parts.
+//! Few rows of one lane as a stage of a chain, of more lanes as one launch of the same code; everything else as
+//! the parts.
 
 use super::GdnMix;
+use crate::chain::{self, Kind};
 use crate::gdn_prepare::{CONV_TAPS, Commit, GdnGeometry, HeadMap};
 use crate::geometry::must_align;
-use crate::kernel::{Card, Launch, Plan, Source};
+use crate::kernel::{Arg, Card, Launch, Plan, Source};
 use crate::{Op, Unsupported};
 
-const KERNEL: Source = Source { name: "gdn_mix/kernel.cu", text: include_str!("kernel.cu") };
+const KERNEL: Source = Source {
+    name: "gdn_mix/kernel.cu",
+    text: concat!(
+        "#define WARPS (GDN_VALUE_DIM / 16)\n",
+        include_str!("stage.cuh"),
+        include_str!("kernel.cu")
+    ),
+};
 /// Rows that a block has in shared memory.
-const STAGE: usize = 8;
+const TURN: usize = 8;
 /// Shared memory that a block has without asking.
 const STATIC_SHARED: usize = 48 << 10;
 
@@ -16,18 +25,18 @@ pub(super) fn plan(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsu
     op.check()?;
     let GdnMix { prepare, delta, norm } = op;
     let g = &prepare.geometry;
-    // Clusters came with Hopper. A half of the pending rows starts at a multiple of 16 bytes.
-    let few = prepare.commit == Commit::Deferred && card.arch >= 90;
+    let few = prepare.commit == Commit::Deferred && chain::supported(card);
+    // A half of the pending rows starts at a multiple of 16 bytes; a warp of a chain has eight of a block's columns.
     let aligned = (g.value_heads * delta.block).is_multiple_of(4);
-    if few && aligned && shared_bytes(g) <= STATIC_SHARED {
-        return fused(op, plan);
+    if few && aligned && g.value_dim <= 16 * chain::WARPS && shared_bytes(g) <= STATIC_SHARED {
+        return few_rows(op, card, plan);
     }
     prepare.cuda(card, plan)?;
     delta.cuda(card, plan)?;
     if norm.rows == 0 { Ok(()) } else { norm.cuda(card, plan) }
 }
 
-fn fused(op: &GdnMix, plan: &mut Plan) -> Result<(), Unsupported> {
+fn few_rows(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     let GdnMix { prepare, delta, norm } = op;
     let (g, lanes) = (&prepare.geometry, prepare.lanes);
     let (rows, lane) = ([prepare.qkv, norm.gate, norm.out.buf], [prepare.history, delta.state]);
@@ -36,16 +45,16 @@ fn fused(op: &GdnMix, plan: &mut Plan) -> Result<(), Unsupported> {
         must_align(op.name(), bufs)?;
     }
     let defines = [
-        norm.out.define(op.name())?,
-        ("STRIDE", norm.out.row_bytes() as i64),
-        ("KEY_HEADS", g.key_heads as i64),
-        ("VALUE_HEADS", g.value_heads as i64),
-        ("KEY_DIM", g.key_dim as i64),
-        ("VALUE_DIM", g.value_dim as i64),
-        ("TILED", i64::from(g.head_map == HeadMap::Tiled)),
-        ("BLOCK", delta.block as i64),
+        ("GDN_BF16", norm.out.define(op.name())?.1),
+        ("GDN_STRIDE", norm.out.row_bytes() as i64),
+        ("GDN_KEY_HEADS", g.key_heads as i64),
+        ("GDN_VALUE_HEADS", g.value_heads as i64),
+        ("GDN_KEY_DIM", g.key_dim as i64),
+        ("GDN_VALUE_DIM", g.value_dim as i64),
+        ("GDN_TILED", i64::from(g.head_map == HeadMap::Tiled)),
+        ("GDN_BLOCK", delta.block as i64),
     ];
-    let args = [
+    let words: [Arg; 15] = [
         prepare.qkv.into(),
         prepare.a.into(),
         prepare.b.into(),
@@ -60,17 +69,23 @@ fn fused(op: &GdnMix, plan: &mut Plan) -> Result<(), Unsupported> {
         norm.out.buf.into(),
         lanes.step.into(),
         norm.eps.into(),
+        (lanes.count as u32).into(),
     ];
-    let grid = [2, g.value_heads as u32, lanes.count as u32];
-    let threads = 32 * g.value_dim / 16;
-    plan.push(Launch::new(KERNEL, "gdn_mix", &defines, grid, threads as u32, &args).cluster(2));
+    // A block of a chain has a multiprocessor to itself: with more heads than clusters, they would take turns.
+    plan.push(if lanes.count <= 1 {
+        chain::stage(card, Kind::GdnMix, &defines, 0, &words)
+    } else {
+        let grid = [2, g.value_heads as u32, lanes.count as u32];
+        let threads = 32 * g.value_dim / 16;
+        Launch::new(KERNEL, "gdn_mix", &defines, grid, threads as u32, &words).cluster(2)
+    });
     Ok(())
 }
 
-/// `Shared` in `kernel.cu`.
+/// `Shared` in `stage.cuh`.
 fn shared_bytes(g: &GdnGeometry) -> usize {
     let columns = g.value_dim / 2;
     let width = 2 * g.key_dim + columns;
-    let stream = (2 * CONV_TAPS - 1 + STAGE) * width;
-    4 * (stream + STAGE * (2 * g.key_dim + 3 * columns) + columns + 7 * STAGE)
+    let stream = (2 * CONV_TAPS - 1 + TURN) * width;
+    4 * (stream + TURN * (2 * g.key_dim + 3 * columns) + columns + 7 * TURN)
 }

@@ -151,27 +151,51 @@ fn any(op: &Linear, part: &LinearPart, act: (&'static str, i64), plan: &mut Plan
     plan.push(Launch::new(ANY, "linear_any", &defines, grid, 256, &args));
 }
 
-/// Rows of a block: those with which the waves of blocks take least time. No row's bits depend on it.
-fn rows_of_block(rows: usize, tiles: usize, card: &Card) -> usize {
-    if rows <= 64 {
-        return 64;
+/// How `many.cu` shares out its work; no row's bits depend on it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Many {
+    /// Of a block.
+    rows: usize,
+    /// Warpgroups that compute.
+    groups: usize,
+}
+
+impl Many {
+    fn outputs(self) -> usize {
+        128 * self.groups
     }
-    // A wave takes its rows' time and, measured, that of 170 more: with 160 rows 11 % longer than with 128.
-    let cost = |of: usize| (rows.div_ceil(of) * tiles).div_ceil(card.sms as usize) * (of + 170);
-    if cost(160) < cost(128) { 160 } else { 128 }
+
+    /// The blocks whose waves take least time, where `tiles` counts those of so many outputs.
+    fn new(rows: usize, tiles: &dyn Fn(usize) -> usize, card: &Card) -> Many {
+        let waves =
+            |m: Many| (rows.div_ceil(m.rows) * tiles(m.outputs())).div_ceil(card.sms as usize);
+        let many = |rows, groups| Many { rows, groups };
+        if rows <= 128 {
+            // All rows are one block's: too few blocks to keep all multiprocessors busy, unless each has few outputs.
+            let rows = if rows <= 64 { 64 } else { 128 };
+            let (one, two) = (many(rows, 1), many(rows, 2));
+            return if 2 * waves(two) <= waves(one) { two } else { one };
+        }
+        // A wave takes its rows' time and, measured, that of 170 more: with 160 rows 11 % longer than with 128.
+        let cost = |m: Many| waves(m) * (m.rows + 170);
+        let (short, long) = (many(128, 2), many(160, 2));
+        if cost(long) < cost(short) { long } else { short }
+    }
 }
 
 fn many(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) {
-    const OUTPUTS: usize = 256;
     const STAGES: usize = 6;
-    let tiles: usize = group.weights().map(|p| p.weight.n.div_ceil(OUTPUTS)).sum();
-    let rows = rows_of_block(op.rows, tiles, card);
-    let grid = [op.rows.div_ceil(rows) as u32, tiles as u32, 1];
-    let shared = STAGES * (128 * rows + 16) + 1024;
+    let tiles = |of: usize| group.weights().map(|p| p.weight.n.div_ceil(of)).sum();
+    let how = Many::new(op.rows, &tiles, card);
+    let grid = [op.rows.div_ceil(how.rows) as u32, tiles(how.outputs()) as u32, 1];
+    let shared = STAGES * (128 * how.rows + 16) + 1024;
     let [a, b, c, d] = weight_defines(Some(group.layout));
-    let defines = [a, b, c, d, ("ROWS", rows as i64)];
+    let define = |name, value: usize| (name, value as i64);
+    let defines = [a, b, c, d, define("ROWS", how.rows), define("GROUPS", how.groups)];
     let args = group.args(op, 0, op.rows);
-    plan.push(Launch::new(MANY, "linear_many", &defines, grid, 384, &args).shared(shared as u32));
+    let threads = 128 * (1 + how.groups) as u32;
+    let launch = Launch::new(MANY, "linear_many", &defines, grid, threads, &args);
+    plan.push(launch.shared(shared as u32));
 }
 
 /// Each of a block's warps takes 64 inputs of a chunk.
@@ -181,20 +205,8 @@ const X_AHEAD: usize = 3;
 /// Shared memory of a block: enough for the stream, and the rest is for the small kernels between.
 const SHARED: usize = 175_000;
 /// Half tiles of a pass that `product.cuh` has code for, each with the define that asks for it.
-const PASSES: [(usize, &str); 12] = [
-    (2, "T_2"),
-    (3, "T_3"),
-    (4, "T_4"),
-    (5, "T_5"),
-    (7, "T_7"),
-    (8, "T_8"),
-    (9, "T_9"),
-    (10, "T_10"),
-    (12, "T_12"),
-    (15, "T_15"),
-    (17, "T_17"),
-    (18, "T_18"),
-];
+const PASSES: [(usize, &str); 6] =
+    [(2, "T_2"), (3, "T_3"), (4, "T_4"), (5, "T_5"), (8, "T_8"), (9, "T_9")];
 const SPLIT_PASSES: [(usize, &str); 2] = [(3, "T_3_2"), (5, "T_5_2")];
 
 /// How `product.cuh` goes about a product.
@@ -215,12 +227,16 @@ impl Few {
         let (half_tiles, layout) = (group.half_tiles(), group.layout);
         let (split, run) = split(half_tiles, group.k, card);
         // Accumulators are in registers.
-        let most = [18, 9, 5][blocks.ilog2() as usize];
+        let most = [9, 9, 5][blocks.ilog2() as usize];
         let known: &[(usize, &str)] = if split > 1 { &SPLIT_PASSES } else { &PASSES };
         let pass = run.div_ceil(run.div_ceil(most));
         let &(tiles, pass) = known.iter().find(|(tiles, _)| (pass..=most).contains(tiles))?;
-        // As in product.cuh, and a slot holds a stage of weights.
-        let slot_tiles = if layout.codes == Codes::U8 || blocks > 1 { 2 } else { 3 };
+        // As in product.cuh: as many half tiles of a chunk as registers hold.
+        let slot_tiles = match (blocks, layout.codes) {
+            (1, Codes::U8) => 2,
+            (1, _) => 3,
+            _ => 1,
+        };
         let slot = slot_tiles * CHUNK / layout.span() * layout.span_bytes() / 2;
         let (round, barriers) = (8 / blocks, 512);
         let sums = chain::WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512);

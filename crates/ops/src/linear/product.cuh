@@ -17,7 +17,7 @@
 
 #define CHUNK (WARPS * 64)
 #define CHUNK_BYTES (CHUNK / SPAN * SPAN_BYTES)
-#define SLOT_TILES (CODES == 1 || BLOCKS > 1 ? 2 : 3)
+#define SLOT_TILES (BLOCKS > 1 ? 1 : CODES == 1 ? 2 : 3)  // as many as registers hold
 #define SLOT_BYTES (SLOT_TILES * CHUNK_BYTES)
 #define MOST_ROUND (8 / BLOCKS)    // half tiles that are summed up at a time
 #define X_BYTES (BLOCKS * 8 * 128)  // a warp's 64 inputs of every row
@@ -31,27 +31,26 @@
 #define BARS_AT (CROSS_AT + 2 * MOST_OWN * BLOCKS * 512)
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-// Slots for one chunk of `tiles` half tiles: an even number, for registers are filled in turns.
-__host__ __device__ constexpr int slots_of(int tiles) { return 2 * ceil_div(tiles, 2 * SLOT_TILES); }
+// Slots for one chunk of `tiles` half tiles.
+__host__ __device__ constexpr int slots_of(int tiles) { return ceil_div(tiles, SLOT_TILES); }
 
 // One product: the words of its stage, and this block's share.
 struct Product {
     const u8* x;
-    u32 x_stride, rows, k, adds, tiles, split;  // tiles: half tiles of a pass, at most
+    u32 x_stride, rows, k, tiles, split;  // tiles: half tiles of a pass, at most
     const u8* w[4];
-    float* out[4];
-    u32 n[4], first[4];  // outputs; half tiles of the parts before
+    u32 first[4];  // half tiles of the parts before
     u32 tile0, run, chunk0, chunk1;
 
     Product() = default;
     __device__ __forceinline__ explicit Product(const u64* word) {
         x = (const u8*)word[0];
-        x_stride = word[1], rows = word[2], k = word[3], adds = word[4], tiles = word[5], split = word[6];
+        x_stride = word[1], rows = word[2], k = word[3], tiles = word[5], split = word[6];
         u32 all = 0;
 #pragma unroll
         for (int p = 0; p < 4; p++) {
-            w[p] = (const u8*)word[7 + 3 * p], out[p] = (float*)word[8 + 3 * p], n[p] = word[9 + 3 * p];
-            first[p] = all, all += (n[p] + 15) / 16;
+            w[p] = (const u8*)word[7 + 3 * p];
+            first[p] = all, all += ((u32)word[9 + 3 * p] + 15) / 16;
         }
         const u32 rank = split > 1 ? blockIdx.x % 2 : 0, dealt = split > 1 ? blockIdx.x / 2 : blockIdx.x;
         const u32 over = split > 1 ? gridDim.x / 2 : gridDim.x, chunks = (k + CHUNK - 1) / CHUNK;
@@ -151,7 +150,7 @@ struct Block {
 };
 
 template <int TILES, int SPLIT>
-__device__ __forceinline__ void product(const Product& p, Block& block) {
+__device__ __forceinline__ void product(const Product& p, const u64* word, Block& block) {
     constexpr int SLOTS = slots_of(TILES), STAGE = ceil_div(TILES, SLOTS), ROUND = TILES < MOST_ROUND ? TILES : MOST_ROUND, ROUNDS = ceil_div(TILES, ROUND);
     constexpr int OWN = ceil_div(TILES, SPLIT);  // half tiles of a pass that a block of a cluster stores
     const u32 warp = block.warp, lane = block.lane, rank = SPLIT > 1 ? blockIdx.x % 2 : 0, g = lane / 4, t = lane % 4;
@@ -228,24 +227,40 @@ __device__ __forceinline__ void product(const Product& p, Block& block) {
         if (++buffer == X_AHEAD) buffer = 0;
     };
 
+    float sum[TILES][BLOCKS][4];
+    // One chunk, whose first slot is in w[turn], a constant.
+    auto multiply_chunk = [&](const int turn, u32 first, u32 c) {
+        const u32 count = min((u32)TILES, p.run - first);
+        const bool here = c * CHUNK + warp * 64 < p.k;  // false for some warps in a last chunk that is short
+        take_x();
+#pragma unroll
+        for (int i = 0; i < SLOTS; i++) {
+            const int left = TILES - i * STAGE;
+            Unit(&next)[STAGE] = w[(turn + i + 1) % 2];
+            if (i + 1 < SLOTS) take(next, (i + 1) * STAGE, first, c);
+            else if (c + 1 < p.chunk1) take(next, 0, first, c + 1);
+            else if (first + TILES < p.run) take(next, 0, first + TILES, p.chunk0);
+            if (!here || i * STAGE >= count) continue;
+            if (left >= STAGE) multiply<STAGE>(sum + i * STAGE, w[(turn + i) % 2], b, total);
+            else if (left == 2) multiply<2>(sum + i * STAGE, w[(turn + i) % 2], b, total);
+            else multiply<1>(sum + i * STAGE, w[(turn + i) % 2], b, total);
+        }
+    };
     if (p.run) take(w[0], 0, 0, p.chunk0);
+    bool odd = false;
     for (u32 first = 0; first < p.run; first += TILES) {
         const u32 count = min((u32)TILES, p.run - first);
-        float sum[TILES][BLOCKS][4] = {};
-        for (u32 c = p.chunk0; c < p.chunk1; c++) {
-            const bool here = c * CHUNK + warp * 64 < p.k;  // false for some warps in a last chunk that is short
-            take_x();
 #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                const int left = TILES - i * STAGE;
-                if (i + 1 < SLOTS) take(w[(i + 1) % 2], (i + 1) * STAGE, first, c);
-                else if (c + 1 < p.chunk1) take(w[0], 0, first, c + 1);
-                else if (first + TILES < p.run) take(w[0], 0, first + TILES, p.chunk0);
-                if (left <= 0 || !here || i * STAGE >= count) continue;
-                if (left >= STAGE) multiply<STAGE>(sum + i * STAGE, w[i % 2], b, total);
-                else if (left == 2) multiply<2>(sum + i * STAGE, w[i % 2], b, total);
-                else multiply<1>(sum + i * STAGE, w[i % 2], b, total);
-            }
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int r = 0; r < BLOCKS; r++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sum[i][r][e] = 0.f;
+#pragma unroll 1
+        for (u32 c = p.chunk0; c < p.chunk1; c++) {
+            if (odd) multiply_chunk(SLOTS % 2, first, c);
+            else multiply_chunk(0, first, c);
+            odd ^= SLOTS % 2;
         }
 
         // Adds the warps' sums. Item (i, r, h): half tile i of a round, 8 rows, outputs 8 h ..; a lane has two rows of it.
@@ -255,13 +270,16 @@ __device__ __forceinline__ void product(const Product& p, Block& block) {
         // Where an item of half tile i of the pass goes, and what is there if it is to be added to.
         auto target = [&](u32 i, u32 item) {
             const u32 row = item / 2 * 8 + 2 * t, tile = p.tile0 + first + i;
-            u32 o = 0, n = 0;
-            bool old = false;
-            float* out = nullptr;
-#pragma unroll
-            for (int q = 0; q < 4; q++)
-                if (tile >= p.first[q])
-                    o = (tile - p.first[q]) * 16 + item % 2 * 8 + g, n = p.n[q], out = p.out[q], old = p.adds >> q & 1;
+            // From the program again: in registers, all this would be in the way of the weights.
+            u32 part = 0, before = 0;
+#pragma unroll 1
+            for (u32 past = 0; part < 4; part++, before = past) {
+                past += ((u32)word[9 + 3 * part] + 15) / 16;
+                if (tile < past || part == 3) break;
+            }
+            const u32 o = (tile - before) * 16 + item % 2 * 8 + g, n = word[9 + 3 * part];
+            float* out = (float*)word[8 + 3 * part];
+            const bool old = (u32)word[4] >> part & 1;
             Target to = {i < count && o < n && row < p.rows ? out + (u64)row * n + o : nullptr, row + 1 < p.rows ? n : 0, make_float2(0.f, 0.f)};
             if (old && to.at) to.old.x = to.at[0];
             if (old && to.at && to.next) to.old.y = to.at[to.next];
@@ -336,9 +354,9 @@ __device__ __forceinline__ void product(const Product& p, Block& block) {
 
 // The product, by the code for its number of half tiles: the defines T_2 and so on say which occur. More tiles than a
 // block needs cost registers and time for nothing.
-__device__ __forceinline__ void product(const Product& p, Block& block) {
+__device__ __forceinline__ void product(const Product& p, const u64* word, Block& block) {
 #define CASE(TILES, SPLIT)                          \
-    if (p.tiles == TILES && p.split == SPLIT) return product<TILES, SPLIT>(p, block);
+    if (p.tiles == TILES && p.split == SPLIT) return product<TILES, SPLIT>(p, word, block);
 #ifdef T_3_2
     CASE(3, 2)
 #endif
@@ -357,28 +375,10 @@ __device__ __forceinline__ void product(const Product& p, Block& block) {
 #ifdef T_5
     CASE(5, 1)
 #endif
-#ifdef T_7
-    CASE(7, 1)
-#endif
 #ifdef T_8
     CASE(8, 1)
 #endif
 #ifdef T_9
     CASE(9, 1)
-#endif
-#ifdef T_10
-    CASE(10, 1)
-#endif
-#ifdef T_12
-    CASE(12, 1)
-#endif
-#ifdef T_15
-    CASE(15, 1)
-#endif
-#ifdef T_17
-    CASE(17, 1)
-#endif
-#ifdef T_18
-    CASE(18, 1)
 #endif
 }
