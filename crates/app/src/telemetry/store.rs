@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension, Row, named_params, params};
 use serde::{Deserialize, Serialize};
 
@@ -153,6 +154,8 @@ impl Store {
         private_file(&options.path)?;
         let connection = Connection::open(&options.path)?;
         connection.busy_timeout(BUSY_TIMEOUT)?;
+        // Otherwise a statement is planned anew whenever other values are bound to it.
+        connection.set_db_config(DbConfig::SQLITE_DBCONFIG_ENABLE_QPSG, true)?;
         // Before there are tables: a file can't become incremental later without being rewritten.
         connection.pragma_update(None, "auto_vacuum", "INCREMENTAL")?;
         connection.pragma_update(None, "journal_mode", "WAL")?;
