@@ -389,4 +389,18 @@ mod tests {
         assert_eq!(told(&["--host", "0.0.0.0"], &["k"]), (false, vec![]));
         assert!(told(&["--cors-origin", "*"], &[]).1[0].contains("any page in a browser"));
     }
+
+    /// Whether this thread renders a template on the stack that it has.
+    fn renders_here() -> bool {
+        stacker::remaining_stack().is_some_and(|bytes| bytes >= template::STACK)
+    }
+
+    #[test]
+    fn threads_that_serve_have_the_stack_of_a_render() {
+        let runtime = runtime().unwrap();
+        let worker = runtime.spawn(async { renders_here() });
+        let aside = runtime.spawn_blocking(renders_here);
+        assert!(runtime.block_on(worker).unwrap() && runtime.block_on(aside).unwrap());
+        assert!(!renders_here());
+    }
 }

@@ -256,15 +256,17 @@ impl Store {
     }
 }
 
+const EQUAL_REQUEST: &str = "
+    SELECT span_id, outcome FROM requests
+    WHERE request_hash = ?1 AND client = ?2 AND started_us BETWEEN ?3 AND ?4
+      AND started_us + duration_us <= ?4 AND span_id <> ?5
+    ORDER BY started_us DESC LIMIT 1
+";
+
 /// The newest equal request of this client that ended badly before this one began.
 fn retried(connection: &Connection, record: &Record) -> Result<Option<SpanId>, StoreError> {
     let Some(hash) = &record.request_hash else { return Ok(None) };
-    let mut query = connection.prepare_cached(
-        "SELECT span_id, outcome FROM requests
-         WHERE request_hash = ?1 AND client = ?2 AND started_us BETWEEN ?3 AND ?4
-           AND started_us + duration_us <= ?4 AND span_id <> ?5
-         ORDER BY started_us DESC LIMIT 1",
-    )?;
+    let mut query = connection.prepare_cached(EQUAL_REQUEST)?;
     let began = record.started_us;
     let since = began.saturating_sub(micros(RETRY_WITHIN));
     let own = record.span_id.to_string();

@@ -17,8 +17,8 @@ use serde_json::Value as Json;
 /// A conversation of 10,000 messages needs about 3 million.
 const FUEL: u64 = 8_000_000;
 /// Stack of a render, in bytes: values are printed, compared and dropped by recursion, and nest a level for each step
-/// of a loop. It is reserved, and becomes memory where it is used. Threads that have as much left render on their own:
-/// to map another and unmap it takes three times as long as a short conversation's render.
+/// of a loop. It is reserved, and becomes memory where it is used. A thread that has as much left renders on its own
+/// stack (and keeps the memory): mapping and unmapping one takes several times as long as a short conversation's render.
 pub const STACK: usize = 512 << 20;
 
 /// Where the time for `strftime_now` comes from.
