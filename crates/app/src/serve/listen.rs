@@ -157,9 +157,11 @@ pub async fn serve(
             (listener.accept().await, permit)
         };
         let (stream, permit) = tokio::select! {
+            // Whoever is answered may at once tell the server to leave: it listens for that first.
+            biased;
             () = &mut leave => break,
-            accepted = accepted => accepted,
             Some(_) = connections.join_next(), if !connections.is_empty() => continue,
+            accepted = accepted => accepted,
         };
         let Ok(stream) = stream else {
             // Out of file descriptors, say: others may end soon.

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use regex::Regex;
+use tokio::runtime::{Builder, Runtime};
 
 use super::args::{AccessArgs, ServeArgs, TraceArgs};
 use super::lifecycle::{Lifecycle, Load, Loading, Phase};
@@ -26,9 +27,12 @@ use crate::telemetry::store::StoreOptions;
 use crate::telemetry::{Recorder, RecorderOptions};
 use crate::terminal::{error, note};
 use crate::text::grammar::Grammars;
+use crate::text::template;
 
 /// Threads that move bytes; the engine has its own.
 const WORKERS: usize = 2;
+/// Stack of a thread that serves, beside what a template's render may take.
+const OWN_STACK: usize = 2 << 20;
 /// How often idleness is looked for, at most.
 const IDLE_CHECK: Duration = Duration::from_secs(1);
 
@@ -41,12 +45,7 @@ pub fn run(
 ) -> Result<(), Failure> {
     let security = security(&args.access, surroundings).map_err(Failure::Usage)?;
     let traces = traces(&args.traces, &security, surroundings).map_err(Failure::Usage)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(WORKERS)
-        .thread_name("http")
-        .enable_all()
-        .build();
-    let runtime = runtime.map_err(|error| Failure::Run(error.into()))?;
+    let runtime = runtime().map_err(|error| Failure::Run(error.into()))?;
     runtime.block_on(async {
         // The port first: a model takes its time, and then it would be for nothing.
         let listener = listener(args).await.map_err(Failure::Run)?;
@@ -105,6 +104,20 @@ async fn supervise(
 ) -> Result<(), Failure> {
     let what = "--supervised needs UNIX sockets, which this system does not have";
     Err(Failure::Usage(anyhow::anyhow!(what)))
+}
+
+/// The threads that serve. Each has the stack that a template's render asks for, so that it need not be
+/// made for every request; what a render never touches of it takes no memory.
+///
+/// # Errors
+/// If the system gives no threads.
+pub fn runtime() -> std::io::Result<Runtime> {
+    Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .thread_name("http")
+        .thread_stack_size(template::STACK + OWN_STACK)
+        .enable_all()
+        .build()
 }
 
 async fn listener(args: &ServeArgs) -> anyhow::Result<Listener> {
@@ -375,5 +388,19 @@ mod tests {
         assert!(!local && dangers[0].contains("anyone who reaches 0.0.0.0"), "{dangers:?}");
         assert_eq!(told(&["--host", "0.0.0.0"], &["k"]), (false, vec![]));
         assert!(told(&["--cors-origin", "*"], &[]).1[0].contains("any page in a browser"));
+    }
+
+    /// Whether this thread renders a template on the stack that it has.
+    fn renders_here() -> bool {
+        stacker::remaining_stack().is_some_and(|bytes| bytes >= template::STACK)
+    }
+
+    #[test]
+    fn threads_that_serve_have_the_stack_of_a_render() {
+        let runtime = runtime().unwrap();
+        let worker = runtime.spawn(async { renders_here() });
+        let aside = runtime.spawn_blocking(renders_here);
+        assert!(runtime.block_on(worker).unwrap() && runtime.block_on(aside).unwrap());
+        assert!(!renders_here());
     }
 }

@@ -19,7 +19,10 @@ use super::store::{Reader, Store, StoreError, StoreOptions};
 const MAX_WAITING: usize = 4096;
 const MAX_WAITING_BYTES: usize = 32 << 20;
 /// Records in one transaction.
-const BATCH: usize = 64;
+const BATCH: usize = 256;
+/// How long a record may wait for others that are written with it. Writing takes turns with answering
+/// where processors are few, and one transaction of many takes much less than many of one.
+const GATHER: Duration = Duration::from_millis(25);
 /// How often what is too old is deleted.
 const RETENTION_EVERY: Duration = Duration::from_secs(60);
 /// Pauses after a failure to write.
@@ -263,7 +266,13 @@ impl Writer {
         while open {
             let wake = if self.pending.is_empty() { self.retention_at } else { self.try_at };
             match self.records.recv_timeout(wake.saturating_duration_since(Instant::now())) {
-                Ok(message) => self.take(message),
+                Ok(message) => {
+                    self.take(message);
+                    // Asleep, not listening: nobody who sends has to wake this thread.
+                    if self.flushes.is_empty() {
+                        std::thread::sleep(GATHER);
+                    }
+                }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => open = false,
             }

@@ -38,6 +38,21 @@ fn records_are_written_in_order() {
 }
 
 #[test]
+fn what_nobody_waits_for_is_written_too() {
+    let scratch = Scratch::new();
+    let recorder = recorder(scratch.store());
+    let begun = Instant::now();
+    for count in 1..=3 {
+        recorder.record(answered(super::super::store::now_us()));
+        while recorder.health().written < count {
+            assert!(begun.elapsed() < SOON, "{:?}", recorder.health());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    assert_eq!(listed(&recorder).len(), 3);
+}
+
+#[test]
 fn what_was_taken_is_written_before_the_end() {
     let scratch = Scratch::new();
     let first = recorder(scratch.store());

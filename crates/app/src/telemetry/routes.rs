@@ -1,6 +1,7 @@
 //! `/traces`, `/traces/{id}`, `/traces/stats` and `/metrics`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
@@ -22,6 +23,8 @@ use crate::serve::errors::{ApiError, OpenAiError};
 /// Records in one answer, if the request doesn't say, and the most that it may say.
 const DEFAULT_LIMIT: usize = 50;
 const MAX_LIMIT: usize = 1000;
+/// What was answered last is waited for so long, to be in what is read.
+const WRITTEN_WITHIN: Duration = Duration::from_secs(1);
 /// What statistics and their course go back to, if the request doesn't say.
 const DEFAULT_SINCE: &str = "1h";
 
@@ -180,12 +183,16 @@ async fn metrics(State(recorder): State<Arc<Recorder>>) -> Response {
     ([(header::CONTENT_TYPE, CONTENT_TYPE)], recorder.metrics().text()).into_response()
 }
 
-/// Reads the store on a thread that may wait.
+/// Reads the store on a thread that may wait. What was answered before is in it, if it can be written.
 async fn read<T: Send + 'static>(
     recorder: Arc<Recorder>,
     read: impl FnOnce(&Reader) -> Result<T, StoreError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let reading = tokio::task::spawn_blocking(move || read(&recorder.reader()?));
+    let reading = tokio::task::spawn_blocking(move || {
+        // A store that can't be written may still be read.
+        let _ = recorder.flush(WRITTEN_WITHIN);
+        read(&recorder.reader()?)
+    });
     match reading.await {
         Ok(result) => result.map_err(store_error),
         Err(_) => Err(ApiError::server("traces_failed", "reading the store of traces failed")),

@@ -1,5 +1,3 @@
-use std::time::Duration;
-
 use axum::body::Body;
 use axum::http::{Request, StatusCode};
 use axum::middleware;
@@ -13,10 +11,14 @@ use crate::telemetry::recorder::RecorderOptions;
 use crate::telemetry::testing::{Scratch, answered, failed};
 use crate::telemetry::trace_context::{TRACE_ID_HEADER, propagate};
 
-fn server(records: &[Record]) -> (Scratch, Router) {
+fn started() -> (Scratch, Arc<Recorder>) {
     let scratch = Scratch::new();
     let options = RecorderOptions { store: Some(scratch.store()), ..RecorderOptions::default() };
-    let recorder = Recorder::start(options, Arc::new(Metrics::new()));
+    (scratch, Recorder::start(options, Arc::new(Metrics::new())))
+}
+
+fn server(records: &[Record]) -> (Scratch, Router) {
+    let (scratch, recorder) = started();
     records.iter().for_each(|record| recorder.record(record.clone()));
     assert!(recorder.flush(Duration::from_secs(20)));
     (scratch, routes(recorder).layer(middleware::from_fn(propagate)))
@@ -117,6 +119,17 @@ async fn bad_questions_get_clear_answers() {
         assert_eq!(get_text(&router, uri).await.0, StatusCode::NOT_FOUND);
     }
     assert_eq!(get_text(&router, "/metrics").await.0, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn what_was_answered_just_now_is_read() {
+    let (_scratch, recorder) = started();
+    let router = routes(Arc::clone(&recorder)).layer(middleware::from_fn(propagate));
+    for _ in 0..5 {
+        let record = answered(now_us());
+        recorder.record(record.clone());
+        get_json(&router, &format!("/traces/{}", record.span_id)).await;
+    }
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension, Row, named_params, params};
 use serde::{Deserialize, Serialize};
 
@@ -153,6 +154,8 @@ impl Store {
         private_file(&options.path)?;
         let connection = Connection::open(&options.path)?;
         connection.busy_timeout(BUSY_TIMEOUT)?;
+        // Otherwise a statement is planned anew whenever other values are bound to it.
+        connection.set_db_config(DbConfig::SQLITE_DBCONFIG_ENABLE_QPSG, true)?;
         // Before there are tables: a file can't become incremental later without being rewritten.
         connection.pragma_update(None, "auto_vacuum", "INCREMENTAL")?;
         connection.pragma_update(None, "journal_mode", "WAL")?;
@@ -253,15 +256,17 @@ impl Store {
     }
 }
 
+const EQUAL_REQUEST: &str = "
+    SELECT span_id, outcome FROM requests
+    WHERE request_hash = ?1 AND client = ?2 AND started_us BETWEEN ?3 AND ?4
+      AND started_us + duration_us <= ?4 AND span_id <> ?5
+    ORDER BY started_us DESC LIMIT 1
+";
+
 /// The newest equal request of this client that ended badly before this one began.
 fn retried(connection: &Connection, record: &Record) -> Result<Option<SpanId>, StoreError> {
     let Some(hash) = &record.request_hash else { return Ok(None) };
-    let mut query = connection.prepare_cached(
-        "SELECT span_id, outcome FROM requests
-         WHERE request_hash = ?1 AND client = ?2 AND started_us BETWEEN ?3 AND ?4
-           AND started_us + duration_us <= ?4 AND span_id <> ?5
-         ORDER BY started_us DESC LIMIT 1",
-    )?;
+    let mut query = connection.prepare_cached(EQUAL_REQUEST)?;
     let began = record.started_us;
     let since = began.saturating_sub(micros(RETRY_WITHIN));
     let own = record.span_id.to_string();

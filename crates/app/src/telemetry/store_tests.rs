@@ -1,3 +1,5 @@
+use rusqlite::StatementStatus;
+
 use super::*;
 use crate::telemetry::record::Span;
 use crate::telemetry::testing::{Numbers, Scratch, answered, any, failed};
@@ -245,4 +247,32 @@ fn committed_records_survive_a_crash() {
     let after = StoreOptions::at(torn.join("traces.db"));
     let _reopened = Store::open(&after).unwrap();
     assert_eq!(all(&after).len(), 2);
+}
+
+#[test]
+fn statements_are_planned_once() {
+    let planned = |stable: bool| {
+        let scratch = Scratch::new();
+        let mut store = Store::open(&scratch.store()).unwrap();
+        let setting = DbConfig::SQLITE_DBCONFIG_ENABLE_QPSG;
+        assert!(store.connection.db_config(setting).unwrap());
+        store.connection.set_db_config(setting, stable).unwrap();
+        for i in 0..20 {
+            let hash = Some(format!("hash {}", i % 3));
+            stored(&mut store, &[Record { request_hash: hash, ..answered(1_000 * i) }]);
+        }
+        let plan: String = store
+            .connection
+            .query_row(
+                &format!("EXPLAIN QUERY PLAN {EQUAL_REQUEST}"),
+                params!["hash 1", "c", 0, 9, "s"],
+                |row| row.get("detail"),
+            )
+            .unwrap();
+        assert!(plan.contains("by_hash (request_hash=? AND started_us>?"), "{plan}");
+        let query = store.connection.prepare_cached(EQUAL_REQUEST).unwrap();
+        query.get_status(StatementStatus::RePrepare)
+    };
+    assert_eq!(planned(true), 0);
+    assert!(planned(false) > 0, "nothing to prevent any more");
 }

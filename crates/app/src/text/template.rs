@@ -17,8 +17,9 @@ use serde_json::Value as Json;
 /// A conversation of 10,000 messages needs about 3 million.
 const FUEL: u64 = 8_000_000;
 /// Stack of a render, in bytes: values are printed, compared and dropped by recursion, and nest a level for each step
-/// of a loop. It is reserved, and becomes memory where it is used.
-const STACK: usize = 512 << 20;
+/// of a loop. It is reserved, and becomes memory where it is used. A thread that has as much left renders on its own
+/// stack (and keeps the memory): mapping and unmapping one takes several times as long as a short conversation's render.
+pub const STACK: usize = 512 << 20;
 
 /// Where the time for `strftime_now` comes from.
 pub type Clock = fn() -> Zoned;
@@ -70,7 +71,8 @@ impl Template {
     /// Renders with the variables in `context`, an object.
     pub fn render(&self, context: &Json) -> Result<String, TemplateError> {
         let template = self.env.get_template("chat").map_err(|e| broken(&self.origin, &e))?;
-        let rendered = stacker::grow(STACK, || template.render(Value::from(Serde(context))));
+        let render = || template.render(Value::from(Serde(context)));
+        let rendered = stacker::maybe_grow(STACK, STACK, render);
         rendered.map_err(|error| match refusal(&error) {
             Some(message) => TemplateError::Refused(message),
             None => broken(&self.origin, &error),
