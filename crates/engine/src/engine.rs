@@ -296,33 +296,42 @@ impl<D: Device> Engine<D> {
         }
     }
 
-    /// Runs on `dev` every kind of op that this engine will run: of a prefill pass, whole and at its
-    /// smallest, and of a round with the drafter and without, of one lane and of all.
+    /// Runs on `dev` every kind of op that this engine will run: of prefill passes of few rows and of
+    /// many, and of rounds of every number of lanes, with the drafter and without.
     pub fn rehearse(&self, dev: &mut dyn Device) {
         let (target, s) = (&self.target, &self.scratch);
-        for rows in [self.options.chunk, PAGE_TOKENS, 1] {
-            let lanes = self.lanes(rows);
+        // Prompts of few rows and of many, whose work cards share out in other ways.
+        for rows in
+            [self.options.chunk, 5 * PAGE_TOKENS, 4 * PAGE_TOKENS, 2 * PAGE_TOKENS, PAGE_TOKENS, 1]
+        {
+            let lanes = self.lanes(rows.min(self.options.chunk));
             model::forward(dev, target, &self.state, s, lanes, Pass::Prompt, 0..0);
             if let Some((draft, state)) = &self.draft {
                 model::draft_context(dev, draft, state, s.features, lanes, Pass::Prompt);
             }
         }
         model::take_up(dev, target, &self.state, s, self.lanes(1));
-        for (count, each) in [(1, self.block), (1, 1), (self.options.slots, self.block)] {
-            let step = self.step.slice(0, count * size_of::<LaneStep>());
-            let lanes = Lanes { step, count, rows: count * each, max_rows: each };
-            model::forward(dev, target, &self.state, s, lanes, Pass::Round, 0..lanes.rows);
-            if let Some((draft, state)) = self.draft.as_ref().filter(|_| each == self.block) {
-                model::draft_context(dev, draft, state, s.features, lanes, Pass::Round);
-                model::draft_block(dev, draft, target, state, lanes);
-                dev.run(&self.buffers.top_k(state, target, lanes));
-                dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
-            }
-            for masked in [false, true] {
-                dev.run(&self.buffers.accept(target, s.ids, None, s.logits, masked, lanes));
-            }
-            dev.run(&self.buffers.likeliest(target, s.logits, lanes));
+        for (count, each) in (1..=self.options.slots).flat_map(|n| [(n, self.block), (n, 1)]) {
+            dev.replay(0, &mut |dev| self.rehearse_round(dev, count, each));
         }
+    }
+
+    /// The ops of a round in which `count` lanes have `each` rows.
+    fn rehearse_round(&self, dev: &mut dyn Device, count: usize, each: usize) {
+        let (target, s) = (&self.target, &self.scratch);
+        let step = self.step.slice(0, count * size_of::<LaneStep>());
+        let lanes = Lanes { step, count, rows: count * each, max_rows: each };
+        model::forward(dev, target, &self.state, s, lanes, Pass::Round, 0..lanes.rows);
+        if let Some((draft, state)) = self.draft.as_ref().filter(|_| each == self.block) {
+            model::draft_context(dev, draft, state, s.features, lanes, Pass::Round);
+            model::draft_block(dev, draft, target, state, lanes);
+            dev.run(&self.buffers.top_k(state, target, lanes));
+            dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
+        }
+        for masked in [false, true] {
+            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, masked, lanes));
+        }
+        dev.run(&self.buffers.likeliest(target, s.logits, lanes));
     }
 
     /// Bytes per second at which the device reads the weights, measured now.

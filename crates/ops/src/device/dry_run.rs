@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
-use crate::kernel::{Card, Launch, Plan};
+use crate::kernel::{Card, Launch, MOST_STAGES, Plan};
 use crate::{ActDtype, Buf, Cost, Op, TileOrder, Unsupported};
 
 /// What one kind of op adds up to.
@@ -26,10 +26,13 @@ pub struct DryRun {
     pub ops: BTreeMap<&'static str, Counted>,
     /// Geometry that an op refused.
     pub unsupported: Vec<Unsupported>,
-    /// The first launch of each kernel that the ops need on `card`.
+    /// The first launch of each kernel that the ops need on `card`. Stages of a sequence to record are joined.
     pub launches: Vec<Launch>,
     card: Option<Card>,
     plan: Plan,
+    recording: bool,
+    /// Stages that more may join, and how many they are.
+    chain: Option<(Launch, usize)>,
 }
 
 impl DryRun {
@@ -43,6 +46,8 @@ impl DryRun {
             launches: Vec::new(),
             card: None,
             plan: Plan::default(),
+            recording: false,
+            chain: None,
         }
     }
 
@@ -52,17 +57,42 @@ impl DryRun {
     }
 
     fn plan(&mut self, card: &Card, op: &dyn Op) -> Result<(), Unsupported> {
-        self.plan.clear();
-        op.cuda(card, &mut self.plan)?;
-        for launch in self.plan.launches() {
-            let same = |l: &Launch| {
-                (l.source, l.defines, l.entry) == (launch.source, launch.defines, launch.entry)
-            };
-            if !self.launches.iter().any(same) {
-                self.launches.push(*launch);
-            }
+        let mut plan = std::mem::take(&mut self.plan);
+        plan.clear();
+        let planned = op.cuda(card, &mut plan);
+        if planned.is_ok() {
+            plan.launches().iter().for_each(|launch| self.launch(launch));
         }
-        Ok(())
+        self.plan = plan;
+        planned
+    }
+
+    fn launch(&mut self, launch: &Launch) {
+        if !self.recording || launch.stage.is_none() {
+            self.end_chain();
+            return self.note(*launch);
+        }
+        let joined = self.chain.filter(|(_, stages)| *stages < MOST_STAGES);
+        let joined = joined.and_then(|(chain, n)| Some((chain.joined(launch)?, n + 1)));
+        if joined.is_none() {
+            self.end_chain();
+        }
+        self.chain = joined.or(Some((*launch, 1)));
+    }
+
+    fn end_chain(&mut self) {
+        if let Some((chain, _)) = self.chain.take() {
+            self.note(chain);
+        }
+    }
+
+    fn note(&mut self, launch: Launch) {
+        let same = |l: &Launch| {
+            (l.entry, l.defines, l.source) == (launch.entry, launch.defines, launch.source)
+        };
+        if !self.launches.iter().any(same) {
+            self.launches.push(launch);
+        }
     }
 
     /// Forgets the ops counted so far; keeps the allocations.
@@ -101,15 +131,21 @@ impl Device for DryRun {
 
     fn upload(&mut self, _: Buf, _: usize, _: &Fill<'_>) {}
 
-    fn write(&mut self, _: Buf, _: &[u8]) {}
+    fn write(&mut self, _: Buf, _: &[u8]) {
+        self.end_chain();
+    }
 
     fn read(&mut self, _: Buf, out: &mut [u8]) {
         out.fill(0);
     }
 
-    fn zero(&mut self, _: Buf) {}
+    fn zero(&mut self, _: Buf) {
+        self.end_chain();
+    }
 
-    fn copy(&mut self, _: Buf, _: Buf) {}
+    fn copy(&mut self, _: Buf, _: Buf) {
+        self.end_chain();
+    }
 
     fn run(&mut self, op: &dyn Op) {
         let planned = op.check().and_then(|()| match self.card {
@@ -126,7 +162,9 @@ impl Device for DryRun {
         counted.cost += op.cost();
     }
 
-    fn publish(&mut self, _: Buf) {}
+    fn publish(&mut self, _: Buf) {
+        self.end_chain();
+    }
 
     fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
         out.fill(0);
@@ -134,7 +172,10 @@ impl Device for DryRun {
     }
 
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        self.recording = true;
         body(self);
+        self.end_chain();
+        self.recording = false;
     }
 
     fn stamp(&mut self) {}
@@ -153,5 +194,68 @@ impl Device for DryRun {
 
     fn sync(&mut self) -> Result<(), DeviceError> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Act, Codes, Format, Linear, LinearPart, Pass, RmsNorm, ScaleDtype, Weight};
+
+    const HOPPER: Card = Card { arch: 90, sms: 132, shared: 227 << 10 };
+
+    /// Names of defines of each launch that a norm and a product after it need.
+    fn launches(run: impl FnOnce(&mut DryRun, &dyn Op, &dyn Op)) -> Vec<Vec<&'static str>> {
+        let (k, n, pass) = (64, 16, Pass::Round);
+        let buf = |alloc, bytes| Buf { alloc, offset: 0, bytes };
+        let out = Act { buf: buf(2, 2 * k), width: k, dtype: ActDtype::Bf16 };
+        let norm =
+            RmsNorm { x: buf(0, 4 * k), weight: buf(1, 4 * k), out, rows: 1, pass, eps: 1e-6 };
+        let format = Format::Affine { codes: Codes::U4, group: 64, scale: ScaleDtype::Bf16 };
+        let bytes = format.packed_bytes(n, k).expect("whole groups");
+        let weight = Weight { buf: buf(3, bytes), format, n, k };
+        let part = LinearPart { weight, out: buf(4, 4 * n), add: false };
+        let mut dev = DryRun::on_card(HOPPER);
+        run(&mut dev, &norm, &Linear::new(out, 1, pass, &[part]));
+        assert_eq!(dev.unsupported, []);
+        let names = |l: &Launch| l.defines.as_slice().iter().map(|(name, _)| *name).collect();
+        dev.launches.iter().map(names).collect()
+    }
+
+    #[test]
+    fn stages_of_a_recorded_sequence_are_one_launch() {
+        let both = |d: &Vec<&str>| d.contains(&"NORM_WIDTH") && d.contains(&"BLOCKS");
+        let joined = launches(|dev, norm, product| {
+            dev.replay(0, &mut |dev| {
+                dev.run(norm);
+                dev.run(product);
+            });
+        });
+        assert!(joined.len() == 1 && both(&joined[0]), "{joined:?}");
+        // Not where something comes between them, nor outside a recorded sequence.
+        let parted = launches(|dev, norm, product| {
+            dev.replay(0, &mut |dev| {
+                dev.run(norm);
+                dev.publish(Buf { alloc: 4, offset: 0, bytes: 4 });
+                dev.run(product);
+            });
+        });
+        let apart = launches(|dev, norm, product| {
+            dev.run(norm);
+            dev.run(product);
+        });
+        assert_eq!(parted, apart);
+        assert!(apart.len() == 2 && !apart.iter().any(both), "{apart:?}");
+    }
+
+    #[test]
+    fn a_chain_has_so_many_stages_at_most() {
+        let long = launches(|dev, norm, product| {
+            dev.replay(0, &mut |dev| {
+                (0..MOST_STAGES).for_each(|_| dev.run(norm));
+                dev.run(product);
+            });
+        });
+        assert_eq!(long.len(), 2, "{long:?}");
     }
 }
