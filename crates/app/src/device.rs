@@ -1,19 +1,16 @@
 //! Which device a model gets.
 
 use anyhow::Context;
-use cuda::{Cuda, OpenError};
+use cuda::Cuda;
 use engine::EngineOptions;
 use ops::{ActDtype, Device, DryRun, Host};
 
 use crate::generate::{DeviceKind, Isa, LoadRequest};
 use crate::local::{Sources, build};
 use crate::memory::host_free;
-use crate::terminal;
 
 /// A device, and what suits it.
 pub struct Chosen {
-    /// What it is: never [`DeviceKind::Auto`].
-    pub kind: DeviceKind,
     /// The device.
     pub dev: Box<dyn Device>,
     /// A dry run with the same plans.
@@ -24,17 +21,12 @@ pub struct Chosen {
     pub free: Option<u64>,
 }
 
-/// The device that a request asks for, ready to run its model. The first card, or else the CPU, where it asks for none;
-/// why a card that is there can't be used is told.
+/// The device that a request asks for, ready to run its model.
 pub fn choose(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
     match request.device {
-        DeviceKind::Auto => card(request, sources).or_else(|why| {
-            if !matches!(why.downcast_ref(), Some(OpenError::NoDriver)) {
-                terminal::note(&format!("on the CPU, for CUDA can't be used: {why:#}"));
-            }
-            cpu(request)
-        }),
-        DeviceKind::Cpu => cpu(request),
+        // A card is taken only when asked for, until whole models have been held to the CPU's
+        // answers there.
+        DeviceKind::Auto | DeviceKind::Cpu => cpu(request),
         DeviceKind::Cuda => card(request, sources).context("can't use CUDA"),
     }
 }
@@ -44,7 +36,7 @@ fn cpu(request: &LoadRequest) -> anyhow::Result<Chosen> {
     let dev = Box::new(Host::new(isa(request.isa)?, threads));
     let options = EngineOptions { kv: request.kv.into(), ..EngineOptions::default() };
     let dry = DryRun::new(ActDtype::I8);
-    Ok(Chosen { kind: DeviceKind::Cpu, dev, dry, options, free: host_free() })
+    Ok(Chosen { dev, dry, options, free: host_free() })
 }
 
 fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
@@ -63,7 +55,7 @@ fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
     dev.prepare(&dry.launches)?;
     let dry = DryRun::on_card(*dev.card());
     let free = dev.free_memory();
-    Ok(Chosen { kind: DeviceKind::Cuda, dev: Box::new(dev), dry, options, free })
+    Ok(Chosen { dev: Box::new(dev), dry, options, free })
 }
 
 fn isa(isa: Isa) -> anyhow::Result<ops::simd::Isa> {

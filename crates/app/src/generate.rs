@@ -59,7 +59,7 @@ impl From<Kv> for KvDtype {
 /// What computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum DeviceKind {
-    /// The first NVIDIA card if it can be used, otherwise the CPU.
+    /// The CPU, as long as CUDA is being tried out.
     #[default]
     Auto,
     /// The CPU.

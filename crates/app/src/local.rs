@@ -91,9 +91,7 @@ impl Loader for Local {
         // The engine is built on a thread of its own, perhaps again after a failure; this one tells
         // how far it is.
         let builder = std::thread::spawn(move || {
-            let Chosen { kind, dev, options: base, free, .. } = choose(&for_engine, &sources)?;
-            // What is built again after a failure is what was planned.
-            let for_engine = LoadRequest { device: kind, ..for_engine };
+            let Chosen { dev, options: base, free, .. } = choose(&for_engine, &sources)?;
             let act = dev.info().act;
             let wishes = Wishes {
                 context: None,
@@ -150,7 +148,7 @@ impl Loader for Local {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, dry, options, free, .. } = choose(request, &sources)?;
+        let Chosen { dev, dry, options, free } = choose(request, &sources)?;
         let device = dev.info();
         let fresh = || DryRun::new(device.act);
         let plan = memory::conversation(request, &sources, options, free, &fresh);
