@@ -21,13 +21,17 @@ pub struct Chosen {
     pub free: Option<u64>,
 }
 
-/// The device that a request asks for, ready to run its model.
-pub fn choose(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
+/// The device that a request asks for; ready to run its model if `lanes` says for how many lanes.
+pub fn choose(
+    request: &LoadRequest,
+    sources: &Sources,
+    lanes: Option<usize>,
+) -> anyhow::Result<Chosen> {
     match request.device {
         // A card is taken only when asked for, until whole models have been held to the CPU's
         // answers there.
         DeviceKind::Auto | DeviceKind::Cpu => cpu(request),
-        DeviceKind::Cuda => card(request, sources).context("can't use CUDA"),
+        DeviceKind::Cuda => card(request, sources, lanes).context("can't use CUDA"),
     }
 }
 
@@ -39,12 +43,14 @@ fn cpu(request: &LoadRequest) -> anyhow::Result<Chosen> {
     Ok(Chosen { dev, dry, options, free: host_free() })
 }
 
-fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
+fn card(request: &LoadRequest, sources: &Sources, lanes: Option<usize>) -> anyhow::Result<Chosen> {
     let mut dev = Cuda::open(&request.cuda)?;
     let kv = request.kv.into();
     let options = EngineOptions { chunk: 2048, ahead: true, kv, ..EngineOptions::default() };
     let mut dry = DryRun::on_card(*dev.card());
-    build(DryRun::on_card(*dev.card()), options, sources, request, &mut |_| ())?.rehearse(&mut dry);
+    let rehearsed = EngineOptions { slots: lanes.unwrap_or(1), ..options };
+    build(DryRun::on_card(*dev.card()), rehearsed, sources, request, &mut |_| ())?
+        .rehearse(&mut dry);
     if let Some(first) = dry.unsupported.first() {
         let more = match dry.unsupported.len() - 1 {
             0 => String::new(),
@@ -52,7 +58,9 @@ fn card(request: &LoadRequest, sources: &Sources) -> anyhow::Result<Chosen> {
         };
         anyhow::bail!("this model needs {first}{more}");
     }
-    dev.prepare(&dry.launches)?;
+    if lanes.is_some() {
+        dev.prepare(&dry.launches)?;
+    }
     let dry = DryRun::on_card(*dev.card());
     let free = dev.free_memory();
     Ok(Chosen { dev: Box::new(dev), dry, options, free })

@@ -44,7 +44,7 @@ impl Loader for Local {
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Loaded> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, options, free, .. } = choose(request, &sources)?;
+        let Chosen { dev, options, free, .. } = choose(request, &sources, Some(1))?;
         let act = dev.info().act;
         let fresh = || DryRun::new(act);
         let plan = memory::conversation(request, &sources, options, free, &fresh)?;
@@ -91,7 +91,7 @@ impl Loader for Local {
         // The engine is built on a thread of its own, perhaps again after a failure; this one tells
         // how far it is.
         let builder = std::thread::spawn(move || {
-            let Chosen { dev, options: base, free, .. } = choose(&for_engine, &sources)?;
+            let Chosen { dev, options: base, free, .. } = choose(&for_engine, &sources, None)?;
             let act = dev.info().act;
             let wishes = Wishes {
                 context: None,
@@ -116,7 +116,8 @@ impl Loader for Local {
                 ..ServiceOptions::default()
             };
             let build = move || {
-                let Chosen { dev, .. } = choose(&for_engine, &sources)?;
+                let lanes = Some(plan.options.slots);
+                let Chosen { dev, .. } = choose(&for_engine, &sources, lanes)?;
                 build_with(dev, plan.options, &sources, &for_engine, &mut |progress| {
                     // Nobody listens when it is built again.
                     let (done, total) = (progress.done_bytes, progress.total_bytes);
@@ -148,7 +149,7 @@ impl Loader for Local {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, dry, options, free } = choose(request, &sources)?;
+        let Chosen { dev, dry, options, free } = choose(request, &sources, None)?;
         let device = dev.info();
         let fresh = || DryRun::new(device.act);
         let plan = memory::conversation(request, &sources, options, free, &fresh);
@@ -203,7 +204,7 @@ impl Measured {
         let request = &LoadRequest { always_draft: true, ..request.clone() };
         let sources = Sources::open(request)?;
         let begun = Instant::now();
-        let Chosen { dev, options, .. } = choose(request, &sources)?;
+        let Chosen { dev, options, .. } = choose(request, &sources, Some(1))?;
         let ready = begun.elapsed();
         let begun = Instant::now();
         let mut traced = Trace::new(dev);

@@ -72,7 +72,8 @@ fn shipped(card: Card) -> Vec<Launch> {
         let target = Target::load(&mut dev, &source, &mut |_| ()).expect("a dry run");
         let draft = draft.map(|d| Draft::load(&mut dev, &d, &mut |_| ()).expect("a dry run"));
         let drafter = if draft.is_some() { Drafter::DFlash } else { Drafter::None };
-        let options = EngineOptions { chunk: 2048, ..EngineOptions::default() };
+        // Lanes enough for every number of blocks of rows.
+        let options = EngineOptions { chunk: 2048, slots: 4, ..EngineOptions::default() };
         let engine = Engine::new(dev, target, draft, drafter, options).expect("a dry run");
         dry.unsupported.clear();
         engine.rehearse(&mut dry);

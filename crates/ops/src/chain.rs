@@ -32,6 +32,9 @@ const SOURCE: Source = Source {
     ),
 };
 
+/// Dynamic shared memory of a block: enough for the stream of weights, and the rest is for what stages have of their own and
+/// for the small kernels between.
+pub(crate) const SHARED: usize = 175_000;
 /// Warps that compute.
 pub(crate) const WARPS: usize = 8;
 /// Warps that copy weights; three warps in all on each quarter of a multiprocessor.

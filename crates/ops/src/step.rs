@@ -27,8 +27,8 @@ pub struct LaneStep {
 }
 
 /// What a pass is for. A device may have kernels with other sums for the many rows of prompts; it chooses by this
-/// and by shapes, never by the number of rows, so that a prompt's rows have the same bits wherever the prompt is
-/// cut, and a round's whatever shares it. What is computed does not depend on it, nor do the host's bits.
+/// and by shapes, not by the number of rows, so that a prompt's rows have the same bits wherever the prompt is
+/// cut, and a round's whatever shares it (up to 64 rows: larger rounds take the products of prompts). What is computed does not depend on it, nor do the host's bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// Prompt tokens: any number of rows, usually many.

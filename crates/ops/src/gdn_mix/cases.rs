@@ -14,6 +14,7 @@ crate::testing::cases!(
     agrees_with_the_definition,
     agrees_with_the_definition_at_the_largest_shape,
     blocks_may_be_longer_than_a_stage,
+    more_heads_than_a_card_has_places,
     heads_of_every_map,
     a_row_does_not_depend_on_its_neighbours,
     keeping_n_rows_is_n_passes_of_one_row,
@@ -148,12 +149,22 @@ fn agrees_with_the_definition() {
 #[cfg_attr(test, test)]
 fn agrees_with_the_definition_at_the_largest_shape() {
     agrees(geometry((16, 48), (128, 128)), &[(2, 0, 1, 0), (5, 3, 0, 1)], DEFERRED);
+    agrees(geometry((16, 48), (128, 128)), &[(8, 1, 5, 1)], DEFERRED);
 }
 
 #[cfg_attr(test, test)]
 fn blocks_may_be_longer_than_a_stage() {
     let list = [(17, 1, 9, 0), (20, 3, 20, 1), (0, 0, 11, 1), (9, 2, 0, 0)];
     agrees(TINY, &list, (20, Commit::Deferred));
+    // One lane alone, which may be computed elsewhere; also without rows.
+    for lane in list {
+        agrees(TINY, &[lane], (20, Commit::Deferred));
+    }
+}
+
+#[cfg_attr(test, test)]
+fn more_heads_than_a_card_has_places() {
+    agrees(geometry((35, 140), (16, 16)), &[(3, 1, 2, 0)], DEFERRED);
 }
 
 #[cfg_attr(test, test)]
@@ -342,4 +353,16 @@ fn refuses_parts_that_do_not_fit_together() {
         change(&mut op);
         assert!(op.check().is_err(), "change {i}");
     }
+}
+
+/// The kernel that one lane of the largest shape has on a card.
+#[cfg(test)]
+pub(super) fn plan_of_one_lane(card: &crate::kernel::Card) -> &'static str {
+    let mut host = crate::Host::new(crate::simd::Isa::Portable, 1);
+    let shape = geometry((16, 48), (128, 128));
+    let mut op = build(&mut Builder::new(&mut host), shape, &[(8, 1, 0, 0)], DEFERRED, false);
+    op.norm.out.dtype = ActDtype::Bf16;
+    let mut plan = crate::kernel::Plan::default();
+    op.cuda(card, &mut plan).expect("a shipped shape");
+    plan.launches()[0].entry
 }

@@ -71,8 +71,10 @@ fn few_rows(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsupported
         norm.eps.into(),
         (lanes.count as u32).into(),
     ];
-    // A block of a chain has a multiprocessor to itself: with more heads than clusters, they would take turns.
-    plan.push(if lanes.count <= 1 {
+    // A block of a chain has a multiprocessor to itself: with more heads than clusters, they would take turns. And
+    // the stage's shared memory has to fit beside the stream of weights.
+    let fits = chain::SHARED + shared_bytes(g) + (2 << 10) <= card.shared as usize;
+    plan.push(if lanes.count <= 1 && fits {
         chain::stage(card, Kind::GdnMix, &defines, 0, &words)
     } else {
         let grid = [2, g.value_heads as u32, lanes.count as u32];
@@ -88,4 +90,17 @@ fn shared_bytes(g: &GdnGeometry) -> usize {
     let width = 2 * g.key_dim + columns;
     let stream = (2 * CONV_TAPS - 1 + TURN) * width;
     4 * (stream + TURN * (2 * g.key_dim + 3 * columns) + columns + 7 * TURN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cases::plan_of_one_lane;
+    use crate::kernel::Card;
+
+    #[test]
+    fn a_stage_only_where_weights_stream_beside_it() {
+        let entry = |shared| plan_of_one_lane(&Card { arch: 120, sms: 170, shared });
+        assert_eq!(entry(227 << 10), "chain");
+        assert_eq!(entry(99 << 10), "gdn_mix");
+    }
 }

@@ -399,7 +399,7 @@ __device__ __forceinline__ void finish(Shared& shared, Item& item, const u64* wo
         for (u32 r = warp; r < rows; r += WARPS) {
             float squares = squares_of(shared, r) + squares_there[r];
             if (4 * lane >= COLUMNS) continue;
-            float scale = 1.0f / sqrtf(squares / VALUE_DIM + eps);
+            float scale = 1.0f / sqrtf(__fadd_rn(squares / VALUE_DIM, eps));
             float4 x = *(const float4*)&shared.out[r][4 * lane], g = *(const float4*)&shared.gate[r][4 * lane];
             float4 w = *(const float4*)&shared.weight[4 * lane];
             float4 y = make_float4(x.x * scale * w.x * quick_silu(g.x), x.y * scale * w.y * quick_silu(g.y),

@@ -172,9 +172,7 @@ impl Many {
         let many = |rows, groups| Many { rows, groups };
         if rows <= 128 {
             // All rows are one block's: too few blocks to keep all multiprocessors busy, unless each has few outputs.
-            let rows = if rows <= 64 { 64 } else { 128 };
-            let (one, two) = (many(rows, 1), many(rows, 2));
-            return if 2 * waves(two) <= waves(one) { two } else { one };
+            return many(if rows <= 64 { 64 } else { 128 }, 1);
         }
         // A wave takes its rows' time and, measured, that of 170 more: with 160 rows 11 % longer than with 128.
         let cost = |m: Many| waves(m) * (m.rows + 170);
@@ -202,8 +200,6 @@ fn many(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) {
 const CHUNK: usize = 64 * chain::WARPS;
 /// Chunks whose activations a warp holds.
 const X_AHEAD: usize = 3;
-/// Shared memory of a block: enough for the stream, and the rest is for the small kernels between.
-const SHARED: usize = 175_000;
 /// Half tiles of a pass that `product.cuh` has code for, each with the define that asks for it.
 const PASSES: [(usize, &str); 6] =
     [(2, "T_2"), (3, "T_3"), (4, "T_4"), (5, "T_5"), (8, "T_8"), (9, "T_9")];
@@ -241,7 +237,7 @@ impl Few {
         let (round, barriers) = (8 / blocks, 512);
         let sums = chain::WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512);
         let rest = sums + 2 * 3 * blocks * 512 + barriers;
-        let ring = (SHARED.min(card.shared as usize).checked_sub(rest)? / slot).min(24);
+        let ring = (chain::SHARED.min(card.shared as usize).checked_sub(rest)? / slot).min(24);
         let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass };
         (ring >= 2).then_some(few)
     }
