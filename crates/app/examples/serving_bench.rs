@@ -61,7 +61,7 @@ fn start(
     disk: Option<DiskOptions>,
 ) -> anyhow::Result<Bench> {
     let sources = Sources::open(request)?;
-    let Chosen { dev, options, .. } = choose(request, &sources)?;
+    let Chosen { dev, options, .. } = choose(request, &sources, None)?;
     let act = dev.info().act;
     let free = if dev.info().name.starts_with("cpu") { memory::host_free() } else { None };
     let fresh = || DryRun::new(act);
@@ -70,7 +70,7 @@ fn start(
     drop(dev);
     let (request, options) = (request.clone(), plan.options);
     let build = move || {
-        let Chosen { dev, .. } = choose(&request, &sources)?;
+        let Chosen { dev, .. } = choose(&request, &sources, Some(options.slots))?;
         build_with(dev, options, &sources, &request, &mut |_| ())
     };
     let service = serve(build, ServiceOptions { disk, ..ServiceOptions::default() })?;
