@@ -57,13 +57,12 @@ fn rounds<D: Device>(
     Ok(())
 }
 
-/// Compares what the ops write. A card rounds attention's queries and weights to bf16: a score of s moves by up to 2⁻⁹ s, and
-/// its weight by that share. In the cases scores are near 1; in a model some reach ten and more.
+/// Compares what the ops write. Attention multiplies bf16 queries and weights on a card: as far apart as its cases allow. That is
+/// for scores near 1, which larger scores exceed: on one card an element of the bundled model was off by 1/125.
 fn compared<B: Device>(card: B) -> Diff<Host, B> {
-    let bf16_scores = Tolerance::relative(1.0 / 32.0);
     Diff::new(host(), card, Tolerance::relative(2e-3))
-        .allowing("attention", bf16_scores)
-        .allowing("attn_mix", bf16_scores)
+        .allowing("attention", Tolerance::relative(1.0 / 128.0))
+        .allowing("attn_mix", Tolerance::relative(1.0 / 64.0))
         .resynced()
 }
 
