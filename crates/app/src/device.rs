@@ -28,8 +28,8 @@ pub fn choose(
     lanes: Option<usize>,
 ) -> anyhow::Result<Chosen> {
     match request.device {
-        // A card is taken only when asked for, until whole models have been held to the CPU's
-        // answers there.
+        // A card is taken only when asked for, until it is settled what else happens where a card is there
+        // but can't be used.
         DeviceKind::Auto | DeviceKind::Cpu => cpu(request),
         DeviceKind::Cuda => card(request, sources, lanes).context("can't use CUDA"),
     }
