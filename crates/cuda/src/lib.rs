@@ -147,6 +147,13 @@ impl Cuda {
         Some(cudarc::driver::result::mem_get_info().ok()?.0 as u64)
     }
 
+    /// Bytes of device memory that somebody holds, other processes included; `None` if the driver doesn't say.
+    pub fn used_memory(&self) -> Option<u64> {
+        self.gpu.enter().ok()?;
+        let (free, all) = cudarc::driver::result::mem_get_info().ok()?;
+        Some((all - free) as u64)
+    }
+
     /// Bytes of device memory held.
     pub fn memory_bytes(&self) -> usize {
         self.memory.bytes()
