@@ -47,6 +47,10 @@ fn main() -> anyhow::Result<()> {
     let cli = Cli::parse_checked(args).unwrap_or_else(|error| error.exit());
     let request = cli.load_request(&Surroundings::read())?;
     load_average("before");
+    if request.device == DeviceKind::Cuda {
+        let used = Cuda::open(&request.cuda)?.used_memory().unwrap_or(0);
+        println!("\nMemory of the card with a context and nothing in it: {:.2} GB", gb(used));
+    }
     if wanted("restart") {
         restart(&request)?;
     }
@@ -74,6 +78,10 @@ fn load_average(when: &str) {
 
 fn ms(time: Duration) -> f64 {
     1e3 * time.as_secs_f64()
+}
+
+fn gb(bytes: u64) -> f64 {
+    bytes as f64 / 1e9
 }
 
 /// A model ready to be asked.
@@ -296,23 +304,22 @@ fn peak(bench: &Bench) -> anyhow::Result<()> {
     bench.ask(&bench.tokens(600, length), Vec::new(), 8)?;
     over.store(true, Ordering::Relaxed);
     let most = meter.join().map_err(|_| anyhow::anyhow!("the meter panicked"))??;
-    let gb = |bytes: u64| bytes as f64 / 1e9;
     let m = bench.plan.footprint.memory;
     println!("\n## Memory of the card while {length} tokens are computed, GB\n");
-    println!(
-        "| in use, of all processes | weights | draft | keys and values | lanes' states | kept states | the rest |"
-    );
-    println!("|---|---|---|---|---|---|---|");
-    println!(
-        "| {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} |",
-        gb(most),
-        gb(m.weights),
-        gb(m.draft),
-        gb(m.kv),
-        gb(m.state),
-        gb(m.snapshots),
-        gb(most.saturating_sub(m.total()))
-    );
+    let footprint = &bench.plan.footprint;
+    let parts = [
+        ("weights", m.weights),
+        ("draft", m.draft),
+        ("keys and values", m.kv),
+        ("states of the lanes", m.state),
+        ("kept states", m.snapshots),
+        ("working buffers", footprint.working),
+        ("kernels, recordings and the driver", most.saturating_sub(footprint.total())),
+    ];
+    println!("- in use, of all processes: {:.2}", gb(most));
+    for (name, bytes) in parts {
+        println!("- {name}: {:.2}", gb(bytes));
+    }
     Ok(())
 }
 

@@ -58,8 +58,12 @@ impl Files for Folder {
     }
 
     fn read(&self, name: &str, most: usize) -> io::Result<Vec<u8>> {
+        let file = File::open(self.path(name))?;
+        let length = usize::try_from(file.metadata()?.len()).unwrap_or(usize::MAX).min(most);
         let mut bytes = Vec::new();
-        File::open(self.path(name))?.take(most as u64).read_to_end(&mut bytes)?;
+        // What the system says of a file's length need not be true.
+        bytes.try_reserve_exact(length)?;
+        file.take(most as u64).read_to_end(&mut bytes)?;
         Ok(bytes)
     }
 

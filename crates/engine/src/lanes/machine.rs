@@ -121,7 +121,7 @@ impl<D: Device> Machine for Engine<D> {
     }
 
     fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Result<Lane, EngineError> {
-        Engine::restore(self, snapshot, slot, pos)
+        Ok(Engine::restore(self, snapshot, slot, pos))
     }
 
     fn prefill(&mut self, lane: &mut Lane, tokens: &[u32]) -> Result<(), EngineError> {
