@@ -22,7 +22,7 @@ pub use nvrtc::Nvrtc;
 use std::ffi::c_void;
 use std::path::PathBuf;
 
-use ops::kernel::{Arg, Card, Launch, Plan};
+use ops::kernel::{Arg, Card, LIKE_ALONE, Launch, Plan};
 use ops::{
     ActDtype, Bindings, Buf, Counters, Device, DeviceError, DeviceInfo, Fill, Op, PUBLISHED_BYTES,
     TileOrder,
@@ -420,7 +420,13 @@ impl Device for Cuda {
     fn info(&self) -> DeviceInfo {
         let Card { arch, sms, .. } = self.gpu.card;
         let name = format!("cuda ({}, sm_{arch}, {sms} multiprocessors)", self.gpu.name);
-        DeviceInfo { name, act: ActDtype::Bf16, tiles: TileOrder::Fragments, int8_pages: false }
+        DeviceInfo {
+            name,
+            act: ActDtype::Bf16,
+            tiles: TileOrder::Fragments,
+            int8_pages: false,
+            like_alone: LIKE_ALONE,
+        }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -26,6 +26,8 @@ pub(crate) struct Limits {
     pub(crate) depth: usize,
     /// Whether rounds draft only while that is faster.
     pub(crate) adapts: bool,
+    /// Rows of a round up to which each has the bits that it has alone.
+    pub(crate) like_alone: usize,
 }
 
 /// Computes for lanes.
@@ -79,6 +81,7 @@ impl<D: Device> Machine for Engine<D> {
             chunk: self.chunk(),
             depth: round::depth(self.may_run_ahead()),
             adapts: self.adapts(),
+            like_alone: self.dev.info().like_alone,
         }
     }
 

@@ -65,6 +65,8 @@ pub(crate) struct Core<M> {
     prefill_rate: Rate,
     /// By lanes of a round.
     paces: Vec<Pace>,
+    /// Lanes that draft in the rounds in flight.
+    drafting: usize,
     /// Since when the round that is received next counts.
     round_from: Option<Duration>,
     stats: ServiceStats,
@@ -95,6 +97,7 @@ impl<M: Machine> Core<M> {
             turns: Turns::new(rules.decode_share),
             prefill_rate: Rate::default(),
             paces: (1..=limits.slots).map(Pace::of).collect(),
+            drafting: 0,
             round_from: None,
             alone: (usize::MAX, 0, 0),
             stats: ServiceStats::default(),

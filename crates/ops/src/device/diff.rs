@@ -374,7 +374,12 @@ impl<A: Device, B: Device> Device for Diff<A, B> {
     fn info(&self) -> DeviceInfo {
         let (a, b) = (self.a.info(), self.b.info());
         let name = format!("{} against {}", b.name, a.name);
-        DeviceInfo { name, int8_pages: a.int8_pages && b.int8_pages, ..a }
+        DeviceInfo {
+            name,
+            int8_pages: a.int8_pages && b.int8_pages,
+            like_alone: a.like_alone.min(b.like_alone),
+            ..a
+        }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

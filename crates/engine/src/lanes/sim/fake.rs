@@ -383,6 +383,11 @@ impl Machine for Fake {
     ) -> Result<(), EngineError> {
         let slots: Vec<u32> = going.iter().map(|g| g.lane.slot).collect();
         if self.flight.is_empty() {
+            let drafting = going.iter().filter(|g| g.draft).count();
+            let rows = going.len() + drafting * (self.limits.block - 1);
+            if self.limits.adapts && drafting > 0 && rows > self.limits.like_alone {
+                self.note(|| format!("{rows} rows, whose bits differ from those of fewer"));
+            }
             for g in going {
                 let s = &mut self.slots[g.lane.slot as usize];
                 (s.step, s.anchor, s.frozen, s.draft) = (g.lane, g.anchor, false, g.draft);
@@ -390,6 +395,8 @@ impl Machine for Fake {
             self.flight = slots.clone();
         } else if self.flight != slots {
             self.note(|| "rounds of other lanes are in flight".to_owned());
+        } else if going.iter().any(|g| g.draft != self.slots[g.lane.slot as usize].draft) {
+            self.note(|| "rounds of the other kind are in flight".to_owned());
         }
         while self.rounds.len() < depth {
             self.may_fail(&slots)?;

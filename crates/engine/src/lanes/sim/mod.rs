@@ -141,6 +141,7 @@ impl Sim {
             chunk: 128,
             depth: 1 + random.below(2),
             adapts: random.one_in(2),
+            like_alone: if random.one_in(2) { usize::MAX } else { 2 * block },
         };
         let rules = Rules {
             decode_share: [0.0, 0.3, 0.5, 0.8][random.below(4)],
