@@ -61,6 +61,8 @@ const IDLE_BEAT: Duration = Duration::from_millis(500);
 const DISK_BEAT: Duration = Duration::from_millis(1);
 /// A step counts as stuck after this and so many times the longest step so far.
 const STUCK: (Duration, u32) = (Duration::from_secs(2), 4);
+/// Bytes of a checkpoint from disk that go to the device between two rounds: 20 ms at 3 GB/s.
+const ARRIVAL: usize = 64 << 20;
 /// What a step may take before any was measured.
 const FIRST_STEP: Duration = Duration::from_secs(2);
 
@@ -398,6 +400,7 @@ where
             slice: self.options.slice,
             grid: self.options.checkpoint_every,
             exact: self.options.exact_cache,
+            arrival: ARRIVAL,
         }
     }
 

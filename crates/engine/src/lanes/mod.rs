@@ -42,6 +42,8 @@ pub(crate) struct Rules {
     pub(crate) grid: usize,
     /// Whether requests reuse exact state only, whatever they ask for.
     pub(crate) exact: bool,
+    /// Bytes of a checkpoint from disk that go to the device at once, while others wait.
+    pub(crate) arrival: usize,
 }
 
 /// Tells the time since the service began.
@@ -182,7 +184,7 @@ impl<M: Machine> Core<M> {
     pub(crate) fn step(&mut self, clock: Clock<'_>) -> Result<bool, Lost> {
         self.expire(clock());
         self.machine.flight(&mut self.flight);
-        self.poll_disk()?;
+        let arrives = self.poll_disk()?;
         if self.retire(clock)? | self.admit(clock)? {
             // Whoever asks to come in sees at once that there is room.
             return Ok(true);
@@ -204,7 +206,7 @@ impl<M: Machine> Core<M> {
                 self.receive(clock)?;
             }
             _ if !decoding.is_empty() => self.round(&decoding, clock)?,
-            _ => return self.persist(clock()),
+            _ => return Ok(self.persist(clock())? | arrives),
         }
         if self.persist_is_due(clock()) {
             self.persist(clock())?;

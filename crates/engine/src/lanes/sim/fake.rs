@@ -133,6 +133,8 @@ pub(super) struct Fake {
     lost: bool,
     /// The first thing that was not as it had to be.
     pub(super) wrong: Option<String>,
+    /// Pages written since somebody set this to 0.
+    pub(super) written: usize,
 }
 
 impl Fake {
@@ -149,6 +151,7 @@ impl Fake {
             rounds: VecDeque::new(),
             lost: false,
             wrong: None,
+            written: 0,
             limits,
         }
     }
@@ -303,6 +306,8 @@ impl Machine for Fake {
     }
 
     fn write_page(&mut self, page: u32, bytes: &[u8]) {
+        self.spend(2_000);
+        self.written += 1;
         bytemuck::bytes_of_mut(&mut self.pages[page as usize]).copy_from_slice(bytes);
     }
 
