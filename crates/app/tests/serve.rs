@@ -346,11 +346,18 @@ fn those_who_take_too_long_to_end_are_told() {
 
 #[test]
 fn an_idle_model_is_loaded_again() {
-    let server = Server::start(&["--idle-release", "0.3"]);
+    let cache = std::env::temp_dir().join(format!("th-engine-test-{}-idle", std::process::id()));
+    let server = Server::start(&["--idle-release", "1", "--cache-dir", cache.to_str().unwrap()]);
     server.hears("tokens of context");
     server.hears("memory was given back");
     assert_eq!(server.get("/health").1["status"], "released");
     assert_eq!(server.post("/v1/chat/completions", &chat(&json!({"max_tokens": 2}))).0, 200);
+    // The engine that was released held the folder; it is waited for.
+    let status = server.get("/status").1;
+    assert_eq!(status["cache"]["disk_error"], Value::Null, "{status}");
+    assert!(status["cache"]["disk_bytes"].is_u64(), "{status}");
+    drop(server);
+    std::fs::remove_dir_all(&cache).unwrap();
 }
 
 #[test]

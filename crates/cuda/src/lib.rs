@@ -22,7 +22,7 @@ pub use nvrtc::Nvrtc;
 use std::ffi::c_void;
 use std::path::PathBuf;
 
-use ops::kernel::{Arg, Card, Launch, Plan};
+use ops::kernel::{Arg, Card, LIKE_ALONE, Launch, Plan};
 use ops::{
     ActDtype, Bindings, Buf, Counters, Device, DeviceError, DeviceInfo, Fill, Op, PUBLISHED_BYTES,
     TileOrder,
@@ -145,6 +145,13 @@ impl Cuda {
     pub fn free_memory(&self) -> Option<u64> {
         self.gpu.enter().ok()?;
         Some(cudarc::driver::result::mem_get_info().ok()?.0 as u64)
+    }
+
+    /// Bytes of device memory that somebody holds, other processes included; `None` if the driver doesn't say.
+    pub fn used_memory(&self) -> Option<u64> {
+        self.gpu.enter().ok()?;
+        let (free, all) = cudarc::driver::result::mem_get_info().ok()?;
+        Some((all - free) as u64)
     }
 
     /// Bytes of device memory held.
@@ -413,7 +420,13 @@ impl Device for Cuda {
     fn info(&self) -> DeviceInfo {
         let Card { arch, sms, .. } = self.gpu.card;
         let name = format!("cuda ({}, sm_{arch}, {sms} multiprocessors)", self.gpu.name);
-        DeviceInfo { name, act: ActDtype::Bf16, tiles: TileOrder::Fragments, int8_pages: false }
+        DeviceInfo {
+            name,
+            act: ActDtype::Bf16,
+            tiles: TileOrder::Fragments,
+            int8_pages: false,
+            like_alone: LIKE_ALONE,
+        }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -13,7 +13,7 @@ use ops::{
 
 use crate::buffers::RoundBuffers;
 use crate::drafter::Drafter;
-use crate::round::{Going, Masker, Pipeline, Round, depth};
+use crate::round::{Going, Masker, Parts, Pipeline, Round, Shape, depth};
 use crate::sampler::{Bounds, Sampler, SamplingError};
 
 /// A request or a device that failed.
@@ -77,8 +77,8 @@ pub struct EngineOptions {
     /// Submit a round before the one before it was read, so that the device never waits for the
     /// host. An end that only the host sees then costs a round that is thrown away.
     pub ahead: bool,
-    /// Draft only while that is faster, as measured ([`Pace`](crate::pace::Pace)). An engine that runs
-    /// ahead drafts always: it is made for devices on which eight rows cost little more than one.
+    /// Draft only while that is faster, as measured ([`Pace`](crate::pace::Pace)), and while rows keep their
+    /// bits ([`DeviceInfo::like_alone`](ops::DeviceInfo::like_alone)).
     pub adapt: bool,
 }
 
@@ -264,16 +264,7 @@ impl<D: Device> Engine<D> {
     /// The ops of one round, by name, with how often they run and what they cost.
     pub fn round_ops(&self) -> BTreeMap<&'static str, Counted> {
         let mut dry = DryRun::new(self.dev.info().act);
-        let lanes = self.lanes(self.block);
-        let (target, s) = (&self.target, &self.scratch);
-        model::forward(&mut dry, target, &self.state, s, lanes, Pass::Round, 0..self.block);
-        if let (Drafter::DFlash, Some((draft, state))) = (&self.drafter, &self.draft) {
-            model::draft_context(&mut dry, draft, state, s.features, lanes, Pass::Round);
-            model::draft_block(&mut dry, draft, target, state, lanes);
-            dry.run(&self.buffers.top_k(state, target, lanes));
-            dry.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
-        }
-        dry.run(&self.buffers.accept(target, s.ids, None, s.logits, false, lanes));
+        self.dry_round(&mut dry, 1, 1, false);
         dry.ops
     }
 
@@ -311,27 +302,36 @@ impl<D: Device> Engine<D> {
             }
         }
         model::take_up(dev, target, &self.state, s, self.lanes(1));
-        for (count, each) in (1..=self.options.slots).flat_map(|n| [(n, self.block), (n, 1)]) {
-            dev.replay(0, &mut |dev| self.rehearse_round(dev, count, each));
+        for count in 1..=self.options.slots {
+            for drafted in 0..=count {
+                dev.replay(0, &mut |dev| self.dry_round(dev, count, drafted, true));
+            }
         }
     }
 
-    /// The ops of a round in which `count` lanes have `each` rows.
-    fn rehearse_round(&self, dev: &mut dyn Device, count: usize, each: usize) {
-        let (target, s) = (&self.target, &self.scratch);
+    /// The device, and what the ops of a round work on.
+    pub(crate) fn parts(&mut self) -> (&mut D, Parts<'_>) {
+        let Engine { dev, target, draft, drafter, state, scratch, buffers, .. } = self;
+        let draft = draft.as_ref().filter(|_| matches!(drafter, Drafter::DFlash));
+        (dev, Parts { target, draft, state, scratch, buffers })
+    }
+
+    /// The ops of a round of `count` lanes, of which `drafted` have a block of rows. `all`: those that only
+    /// some rounds have, too.
+    fn dry_round(&self, dev: &mut dyn Device, count: usize, drafted: usize, all: bool) {
         let step = self.step.slice(0, count * size_of::<LaneStep>());
-        let lanes = Lanes { step, count, rows: count * each, max_rows: each };
-        model::forward(dev, target, &self.state, s, lanes, Pass::Round, 0..lanes.rows);
-        if let Some((draft, state)) = self.draft.as_ref().filter(|_| each == self.block) {
-            model::draft_context(dev, draft, state, s.features, lanes, Pass::Round);
-            model::draft_block(dev, draft, target, state, lanes);
-            dev.run(&self.buffers.top_k(state, target, lanes));
-            dev.run(&self.buffers.propose(draft, state, target, s.ids, lanes, lanes));
+        let max_rows = if drafted > 0 { self.block } else { 1 };
+        let lanes = Lanes { step, count, rows: count + drafted * (self.block - 1), max_rows };
+        let Engine { target, drafter, state, scratch, buffers, .. } = self;
+        let draft = self.draft.as_ref().filter(|_| matches!(drafter, Drafter::DFlash));
+        let parts = Parts { target, draft, state, scratch, buffers };
+        let drafted = if parts.draft.is_some() { drafted } else { 0 };
+        let shape = Shape { lanes, drafted, masked: false, likeliest: all };
+        parts.verify(dev, shape);
+        parts.accept(dev, shape);
+        if all {
+            parts.accept(dev, Shape { masked: true, ..shape });
         }
-        for masked in [false, true] {
-            dev.run(&self.buffers.accept(target, s.ids, None, s.logits, masked, lanes));
-        }
-        dev.run(&self.buffers.likeliest(target, s.logits, lanes));
     }
 
     /// Bytes per second at which the device reads the weights, measured now.
@@ -435,16 +435,10 @@ impl<D: Device> Engine<D> {
         Ok(self.dev.sync()?)
     }
 
-    /// Makes a slot go on from a kept state at position `pos`.
-    pub(crate) fn restore(
-        &mut self,
-        snapshot: u32,
-        slot: u32,
-        pos: u32,
-    ) -> Result<Lane, EngineError> {
-        let lane = self.state.restore(&mut self.dev, snapshot as usize, slot, pos);
-        self.dev.sync()?;
-        Ok(lane)
+    /// Makes a slot go on from a kept state at position `pos`. Nobody waits for it: what goes wrong shows in the lane's
+    /// first pass.
+    pub(crate) fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Lane {
+        self.state.restore(&mut self.dev, snapshot as usize, slot, pos)
     }
 
     /// Whether the device still computes, after something failed: writes something and reads it back.
@@ -527,7 +521,7 @@ impl<D: Device> Engine<D> {
 
     /// Whether rounds draft only while that is faster.
     pub(crate) fn adapts(&self) -> bool {
-        self.options.adapt && !self.may_run_ahead() && !matches!(self.drafter, Drafter::None)
+        self.options.adapt && !matches!(self.drafter, Drafter::None)
     }
 
     /// Rounds of a slot submitted and not received.

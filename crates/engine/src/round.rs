@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use model::Lane;
+use model::{Draft, DraftState, Lane, Scratch, State, Target};
 use ops::accept::Accept;
 use ops::{Buf, Device, LaneResult, LaneStep, Lanes, Pass};
 
@@ -190,17 +190,22 @@ impl Pipeline {
         Lanes { step, count, rows: self.rows(), max_rows }
     }
 
-    fn masked(&self) -> bool {
-        self.places.iter().any(|place| place.masked)
+    fn shape(&self, step: Buf) -> Shape {
+        Shape {
+            lanes: self.lanes(step),
+            drafted: self.drafted,
+            masked: self.places.iter().any(|place| place.masked),
+            likeliest: self.places.iter().any(|place| place.logprobs.is_some()),
+        }
     }
 
     /// Names the sequence of ops of a round with these places.
     fn key(&self, part: u64) -> u64 {
-        let lanes = self.lanes(Buf { alloc: 0, offset: 0, bytes: usize::MAX });
-        let likeliest = self.places.iter().any(|place| place.logprobs.is_some());
-        let words = [lanes.rows as u64, lanes.max_rows as u64, self.drafted as u64];
-        let shape = words.iter().fold(lanes.count as u64, |key, word| key << 13 | word);
-        shape << 4 | u64::from(self.masked()) << 3 | u64::from(likeliest) << 2 | part
+        let shape = self.shape(Buf { alloc: 0, offset: 0, bytes: usize::MAX });
+        let lanes = shape.lanes;
+        let words = [lanes.rows as u64, lanes.max_rows as u64, shape.drafted as u64];
+        let key = words.iter().fold(lanes.count as u64, |key, word| key << 13 | word);
+        key << 4 | u64::from(shape.masked) << 3 | u64::from(shape.likeliest) << 2 | part
     }
 }
 
@@ -225,62 +230,89 @@ fn submit<D: Device>(
     if e.pipeline.in_flight == 0 {
         begin(e, going);
     }
-    let p = &e.pipeline;
-    let (lanes, masked, drafted) = (p.lanes(e.step), p.masked(), p.drafted);
-    let likeliest = p.places.iter().any(|place| place.logprobs.is_some());
-    let keys = [p.key(0), p.key(1)];
+    let (shape, keys) = (e.pipeline.shape(e.step), [e.pipeline.key(0), e.pipeline.key(1)]);
     // On a drafter's proposals the rows of a batch take any number: too many shapes to record.
-    let record = lanes.count == 1 || !matches!(e.drafter, Drafter::Host(_));
-    let Engine { dev, target, draft, drafter, state, scratch, buffers, .. } = e;
-    let draft = draft.as_ref().filter(|_| matches!(drafter, Drafter::DFlash));
-    let draft_ids = draft.map(|(_, draft_state)| draft_state.ids);
-    let end = |dev: &mut dyn Device, buffers: &RoundBuffers| {
-        dev.run(&buffers.accept(target, scratch.ids, draft_ids, scratch.logits, masked, lanes));
-        if likeliest {
-            dev.run(&buffers.likeliest(target, scratch.logits, lanes));
-        }
-        dev.publish(buffers.results(lanes));
-        if likeliest {
-            buffers.likeliest_results(lanes.rows).for_each(|part| dev.publish(part));
-        }
+    let record = shape.lanes.count == 1 || !matches!(e.drafter, Drafter::Host(_));
+    let run = |e: &mut Engine<D>, key: u64, body: &mut dyn FnMut(Parts<'_>, &mut dyn Device)| {
+        let (dev, parts) = e.parts();
+        if record { dev.replay(key, &mut |dev| body(parts, dev)) } else { body(parts, dev) }
     };
-    let mut body = |dev: &mut dyn Device| {
-        if let Some((draft, draft_state)) = draft.filter(|_| drafted > 0) {
-            let drafting = first(lanes, drafted, draft.block);
+    run(e, keys[0], &mut |parts, dev| {
+        parts.verify(dev, shape);
+        if !shape.masked {
+            parts.accept(dev, shape);
+        }
+    });
+    if shape.masked {
+        // While the device verifies, the host finds what the proposals allow.
+        let Engine { dev, buffers, pipeline: p, .. } = e;
+        p.ids.clear();
+        if shape.lanes.max_rows > 1 {
+            p.ids.resize(shape.lanes.rows, 0);
+            dev.receive(bytemuck::cast_slice_mut(&mut p.ids))?;
+        }
+        buffers.write_masks(dev, &p.places, &p.ids, masker);
+        run(e, keys[1], &mut |parts, dev| parts.accept(dev, shape));
+    }
+    e.pipeline.in_flight += 1;
+    Ok(())
+}
+
+/// All that decides the ops of a round of one model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) lanes: Lanes,
+    /// How many of them draft on the device: the first.
+    pub(crate) drafted: usize,
+    pub(crate) masked: bool,
+    pub(crate) likeliest: bool,
+}
+
+/// What the ops of a round work on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Parts<'e> {
+    pub(crate) target: &'e Target,
+    /// If it drafts on the device.
+    pub(crate) draft: Option<&'e (Draft, DraftState)>,
+    pub(crate) state: &'e State,
+    pub(crate) scratch: &'e Scratch,
+    pub(crate) buffers: &'e RoundBuffers,
+}
+
+impl Parts<'_> {
+    /// Proposes, runs target and draft over all rows, and takes up what the round before kept.
+    pub(crate) fn verify(self, dev: &mut dyn Device, shape: Shape) {
+        let Parts { target, state, scratch, buffers, .. } = self;
+        let lanes = shape.lanes;
+        if let Some((draft, draft_state)) = self.draft.filter(|_| shape.drafted > 0) {
+            let drafting = first(lanes, shape.drafted, draft.block);
             model::draft_block(dev, draft, target, draft_state, drafting);
             dev.run(&buffers.top_k(draft_state, target, drafting));
             dev.run(&buffers.propose(draft, draft_state, target, scratch.ids, lanes, drafting));
         }
-        if masked && lanes.max_rows > 1 {
+        if shape.masked && lanes.max_rows > 1 {
             dev.publish(scratch.ids.slice(0, 4 * lanes.rows));
         }
         model::forward(dev, target, state, scratch, lanes, Pass::Round, 0..lanes.rows);
-        if let Some((draft, draft_state)) = draft {
+        if let Some((draft, draft_state)) = self.draft {
             model::draft_context(dev, draft, draft_state, scratch.features, lanes, Pass::Round);
         }
-        if !masked {
-            end(dev, buffers);
-        }
-    };
-    if record {
-        dev.replay(keys[0], &mut body)
-    } else {
-        body(dev)
     }
-    if masked {
-        // While the device verifies, the host finds what the proposals allow.
-        if lanes.max_rows > 1 {
-            e.pipeline.ids.resize(lanes.rows, 0);
-            dev.receive(bytemuck::cast_slice_mut(&mut e.pipeline.ids))?;
-        } else {
-            e.pipeline.ids.clear();
+
+    /// Accepts proposals, and publishes what came of it.
+    pub(crate) fn accept(self, dev: &mut dyn Device, shape: Shape) {
+        let Parts { target, scratch, buffers, .. } = self;
+        let (lanes, masked) = (shape.lanes, shape.masked);
+        let draft_ids = self.draft.map(|(_, draft_state)| draft_state.ids);
+        dev.run(&buffers.accept(target, scratch.ids, draft_ids, scratch.logits, masked, lanes));
+        if shape.likeliest {
+            dev.run(&buffers.likeliest(target, scratch.logits, lanes));
         }
-        buffers.write_masks(dev, &e.pipeline.places, &e.pipeline.ids, masker);
-        let mut body = |dev: &mut dyn Device| end(dev, buffers);
-        if record { dev.replay(keys[1], &mut body) } else { body(dev) }
+        dev.publish(buffers.results(lanes));
+        if shape.likeliest {
+            buffers.likeliest_results(lanes.rows).for_each(|part| dev.publish(part));
+        }
     }
-    e.pipeline.in_flight += 1;
-    Ok(())
 }
 
 /// The first `count` lanes of a pass, which have `rows` rows each.

@@ -61,6 +61,8 @@ const IDLE_BEAT: Duration = Duration::from_millis(500);
 const DISK_BEAT: Duration = Duration::from_millis(1);
 /// A step counts as stuck after this and so many times the longest step so far.
 const STUCK: (Duration, u32) = (Duration::from_secs(2), 4);
+/// Bytes of a checkpoint from disk that go to the device between two rounds: 20 ms at 3 GB/s.
+const ARRIVAL: usize = 64 << 20;
 /// What a step may take before any was measured.
 const FIRST_STEP: Duration = Duration::from_secs(2);
 
@@ -139,6 +141,8 @@ struct Gate {
     underway: usize,
     waiting: usize,
     free_lanes: usize,
+    /// Requests that have been told of their end since the two above were counted.
+    ended: usize,
     /// Mean time of a request on a lane.
     service_time: Duration,
 }
@@ -227,7 +231,7 @@ impl EngineService {
         }
         let mut gate = lock(&shared.gate);
         let waiting = gate.underway + gate.waiting;
-        if waiting >= shared.info.queue + gate.free_lanes {
+        if waiting >= shared.info.queue + gate.free_lanes + gate.ended {
             let turns = (waiting + 1).div_ceil(shared.info.lanes.max(1)) as u32;
             let retry_after = gate.service_time.saturating_mul(turns);
             let (least, most) = (Duration::from_secs(1), Duration::from_secs(120));
@@ -238,12 +242,24 @@ impl EngineService {
         let deadline =
             request.deadline.map(|deadline| deadline.saturating_duration_since(shared.epoch));
         let (overtaken, remaining, deaf, loading) = (0, request.prompt.len(), false, None);
+        let events = self.counting(events);
         let job =
             Job { id, request, events, submitted, deadline, overtaken, remaining, deaf, loading };
         let sent = self.commands.send(Command::Submit(Box::new(job)));
         sent.map_err(|_| Refusal::Unavailable("the engine has stopped".to_owned()))?;
         gate.underway += 1;
         Ok(id)
+    }
+
+    /// Whoever is told of an end may ask again at once, and finds the room that it left.
+    fn counting(&self, mut events: EventSink) -> EventSink {
+        let shared = Arc::clone(&self.shared);
+        Box::new(move |event| {
+            if matches!(event, Event::Done(_) | Event::Failed(_)) {
+                lock(&shared.gate).ended += 1;
+            }
+            events(event);
+        })
     }
 
     /// Takes no more requests, lets those that are there end within `patience`, and stops. The rest
@@ -384,6 +400,7 @@ where
             slice: self.options.slice,
             grid: self.options.checkpoint_every,
             exact: self.options.exact_cache,
+            arrival: ARRIVAL,
         }
     }
 
@@ -467,6 +484,7 @@ where
         let stats = core.stats();
         let mut gate = lock(&shared.gate);
         gate.waiting = stats.waiting;
+        gate.ended = 0;
         gate.free_lanes = shared.limits.slots - stats.running.min(shared.limits.slots);
         gate.service_time = core.service_time();
         drop(gate);

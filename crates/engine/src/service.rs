@@ -349,6 +349,10 @@ pub struct ServiceStats {
     pub checkpoints: usize,
     /// Their bytes.
     pub checkpoint_bytes: u64,
+    /// Checkpoints taken.
+    pub checkpoints_taken: u64,
+    /// Time that took, while nobody computed anything else.
+    pub checkpoint_time: Duration,
     /// Bytes of the disk tier.
     pub disk_bytes: u64,
     /// Checkpoints evicted.

@@ -92,6 +92,8 @@ pub struct Session {
     started: Instant,
     stats: Stats,
     pace: Pace,
+    /// Whether the rounds in flight draft.
+    drafting: bool,
 }
 
 impl Session {
@@ -107,6 +109,7 @@ impl Session {
             started: Instant::now(),
             stats: Stats::default(),
             pace: Pace::of(1),
+            drafting: false,
         }
     }
 
@@ -186,8 +189,14 @@ impl Session {
         let depth = left.min(round::depth(ahead));
         let adapts = engine.adapts() && request.sampler.may_adapt();
         let draft = !adapts || self.pace.drafts();
-        let going = [Going::new(self.lane, self.anchor, draft)];
-        let submitted = engine.submit(&going, depth, &mut Unmasked);
+        // Rounds of one kind first end, then the other kind begins.
+        let goes_on = engine.in_flight(self.lane.slot) == 0 || draft == self.drafting;
+        let submitted = if goes_on {
+            self.drafting = draft;
+            engine.submit(&[Going::new(self.lane, self.anchor, draft)], depth, &mut Unmasked)
+        } else {
+            Ok(())
+        };
         let round = submitted.and_then(|()| engine.receive(&mut self.lane)).and_then(|round| {
             let pos = self.lane.pos;
             if round.degenerate { Err(EngineError::Degenerate { pos }) } else { Ok(round) }
@@ -204,7 +213,7 @@ impl Session {
         }
         let stats = &mut self.stats;
         let took = start.elapsed();
-        if adapts {
+        if adapts && goes_on {
             self.pace.took(round.proposed > 0, took.as_secs_f64(), emitted.len() as f64);
         }
         stats.decode += took;

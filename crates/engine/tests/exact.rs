@@ -192,8 +192,6 @@ fn limits_hold_to_the_token() {
 
 #[test]
 fn which_rounds_draft_changes_no_token() {
-    let options = EngineOptions { context: 2048, adapt: true, ..EngineOptions::default() };
-    let mut adapting = engine_with(With::DFlash, options);
     let mut plain = engine(With::None);
     let seeded = sampler(SamplingOptions {
         temperature: Some(0.7),
@@ -204,12 +202,17 @@ fn which_rounds_draft_changes_no_token() {
         for make in [&greedy(), &seeded] {
             let request = request(prompt, 64, make.clone());
             let (want, _) = fresh(&mut plain, request.clone());
-            let mut session = Session::new(0);
-            let (got, rounds) = answer(&mut adapting, &mut session, request);
-            assert_eq!(got, want);
-            // The first rounds try both kinds, so neither can have been left out.
-            let proposed = session.stats().proposed;
-            assert!(rounds < 13 || (proposed > 0 && proposed < 7 * rounds), "{proposed}");
+            for ahead in [false, true] {
+                let options =
+                    EngineOptions { context: 2048, adapt: true, ahead, ..EngineOptions::default() };
+                let mut adapting = engine_with(With::DFlash, options);
+                let mut session = Session::new(0);
+                let (got, rounds) = answer(&mut adapting, &mut session, request.clone());
+                assert_eq!(got, want, "ahead {ahead}");
+                // The first rounds try both kinds, so neither can have been left out.
+                let proposed = session.stats().proposed;
+                assert!(rounds < 13 || (proposed > 0 && proposed < 7 * rounds), "{proposed}");
+            }
         }
     }
 }

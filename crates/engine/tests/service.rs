@@ -334,3 +334,28 @@ fn sixty_lanes_get_their_log_probabilities() {
         assert!(alone.tokens.iter().all(|t| t.logprob.is_some() && t.alternatives.len() == 20));
     }
 }
+
+/// Before, the service counted who waits only after it had told of an end.
+#[test]
+fn whoever_is_told_of_an_end_finds_room() {
+    let how = ServiceOptions { queue: 0, ..ServiceOptions::default() };
+    let service = service(false, lanes(1), how);
+    let prompt = prompts(1)[0].clone();
+    let (sender, outcome) = std::sync::mpsc::channel();
+    let (again, text) = (std::sync::Arc::downgrade(&service), prompt.clone());
+    let sink = Box::new(move |event: Event| {
+        let Some(service) = again.upgrade().filter(|_| matches!(event, Event::Done(_))) else {
+            return;
+        };
+        let taken = service.submit(ask(&text, 2, greedy()), Box::new(|_| ()));
+        // One lane and no queue: of two more, one is one too many.
+        let refused = service.submit(ask(&text, 2, greedy()), Box::new(|_| ()));
+        let _ = sender.send((taken, refused));
+        // Not the last one to hold the service, which can't end on its own thread.
+        drop(service);
+    });
+    service.submit(ask(&prompt, 2, greedy()), sink).expect("an idle service");
+    let (taken, refused) = outcome.recv_timeout(PATIENCE).expect("an end");
+    assert!(taken.is_ok(), "{taken:?}");
+    assert!(matches!(refused, Err(Refusal::Busy { .. })), "{refused:?}");
+}

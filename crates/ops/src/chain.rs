@@ -39,9 +39,13 @@ pub(crate) const SHARED: usize = 175_000;
 pub(crate) const WARPS: usize = 8;
 /// Warps that copy weights; three warps in all on each quarter of a multiprocessor.
 const COPIERS: usize = 4;
+/// The most rows of a round for which it is worth reading weights again for each 32 rows: what more rows are multiplied with
+/// rounds differently.
+pub(crate) const LIKE_ALONE: usize = 64;
+
 /// Whether the rows of a pass are a stage of a chain: a round's, as long as they don't keep the card busy by themselves.
 pub(crate) fn joins(pass: Pass, rows: usize) -> bool {
-    pass == Pass::Round && rows <= 64
+    pass == Pass::Round && rows <= LIKE_ALONE
 }
 
 /// What a stage does; chain.cu knows the numbers.

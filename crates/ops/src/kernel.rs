@@ -134,6 +134,8 @@ pub struct Launch {
     pub stage: Option<u32>,
 }
 
+/// Rows of a round up to which each has the bits that it has alone.
+pub const LIKE_ALONE: usize = crate::chain::LIKE_ALONE;
 /// The most stages of a chain.
 pub const MOST_STAGES: usize = 40;
 /// The most words of a stage.

@@ -68,7 +68,7 @@ pub use device::{
     HostMode, OpCount, PUBLISHED, PUBLISHED_BYTES, Trace,
 };
 pub use kv::{KvDtype, KvPool};
-pub use op::{Access, Binding, Bindings, Buf, Cost, Elements, Mem, Op, Unsupported};
+pub use op::{Access, Binding, Bindings, Buf, Cost, Elements, Mem, Op, Rounded, Unsupported};
 pub use pool::Pool;
 pub use propose::{Propose, Selector};
 pub use rms_norm::RmsNorm;

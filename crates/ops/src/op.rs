@@ -190,6 +190,15 @@ impl std::ops::AddAssign for Cost {
     }
 }
 
+/// An element of an output as a card may have it: see [`Op::rounded`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Rounded {
+    /// With every rounding that can be repeated.
+    pub want: f32,
+    /// How far from it the others may lead.
+    pub within: f32,
+}
+
 /// A geometry that an op can't compute, found before anything runs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: {what} (supported: {limit})")]
@@ -230,6 +239,12 @@ pub trait Op: Debug {
 
     /// The definition: scalar and plain.
     fn reference(&self, mem: &Mem);
+
+    /// For ops whose operands cards round to bf16 on the way to their matrix units: what `out` is with these roundings, and
+    /// how far from it a card may be for those that can't be repeated; element by element. Called after the definition ran.
+    fn rounded(&self, _mem: &Mem) -> Option<Vec<Rounded>> {
+        None
+    }
 
     /// The SIMD implementation.
     fn host(&self, mem: &Mem, cpu: &Cpu);

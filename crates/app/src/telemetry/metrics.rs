@@ -290,13 +290,15 @@ impl Writer<'_> {
             ("prefill_passes", "Prefill passes", stats.prefill_passes),
             ("proposals", "Proposals verified", stats.proposed),
             ("proposals_accepted", "Proposals accepted", stats.accepted_proposals),
+            ("checkpoints_taken", "Checkpoints taken", stats.checkpoints_taken),
             ("checkpoints_evicted", "Checkpoints evicted", stats.evictions),
             ("scheduler_restarts", "Times that the scheduler was rebuilt", stats.restarts),
         ] {
             self.counter(name, help, count)?;
         }
         self.time("round_seconds", "Time that rounds took", stats.round_time)?;
-        self.time("prefill_pass_seconds", "Time that prefill passes took", stats.prefill_time)
+        self.time("prefill_pass_seconds", "Time that prefill passes took", stats.prefill_time)?;
+        self.time("checkpoint_seconds", "Time that checkpoints took", stats.checkpoint_time)
     }
 
     fn memory(&mut self, memory: &engine::MemoryBytes) -> fmt::Result {

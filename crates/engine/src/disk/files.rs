@@ -58,18 +58,24 @@ impl Files for Folder {
     }
 
     fn read(&self, name: &str, most: usize) -> io::Result<Vec<u8>> {
+        let file = File::open(self.path(name))?;
+        let length = usize::try_from(file.metadata()?.len()).unwrap_or(usize::MAX).min(most);
         let mut bytes = Vec::new();
-        File::open(self.path(name))?.take(most as u64).read_to_end(&mut bytes)?;
+        // What the system says of a file's length need not be true.
+        bytes.try_reserve_exact(length)?;
+        file.take(most as u64).read_to_end(&mut bytes)?;
         Ok(bytes)
     }
 
     fn write(&self, name: &str, parts: &[&[u8]]) -> io::Result<()> {
         let path = self.path(name);
         let draft = path.with_extension("tmp");
-        let mut file = File::create(&draft)?;
-        parts.iter().try_for_each(|part| file.write_all(part))?;
-        drop(file);
-        fs::rename(&draft, &path)
+        let written = write_all(&draft, parts).and_then(|()| fs::rename(&draft, &path));
+        if written.is_err() {
+            // Half a file takes room where there may be none.
+            let _ = fs::remove_file(&draft);
+        }
+        written
     }
 
     fn remove(&self, name: &str) {
@@ -80,6 +86,11 @@ impl Files for Folder {
         let file = File::options().append(true).open(self.path(name));
         let _ = file.and_then(|file| file.set_modified(SystemTime::now()));
     }
+}
+
+fn write_all(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    parts.iter().try_for_each(|part| file.write_all(part))
 }
 
 /// Folders beside `own`, of other fingerprints, are deleted, oldest first, as long as all together take more

@@ -259,13 +259,15 @@ fn text_of<'a>(payload: &'a [u8], fingerprint: &Key) -> Option<(Vec<u32>, usize,
     Some((tokens.collect(), usize::try_from(u64::from_le_bytes(*exact)).ok()?, rest))
 }
 
-pub(super) fn parse_state(payload: &[u8], fingerprint: &Key) -> Option<Stored> {
-    let (text, exact_until, rest) = text_of(payload, fingerprint)?;
+pub(super) fn parse_state(mut payload: Vec<u8>, fingerprint: &Key) -> Option<Stored> {
+    let (text, exact_until, rest) = text_of(&payload, fingerprint)?;
     let (tail, rest) = rest.split_first_chunk::<8>()?;
     let tail = usize::try_from(u64::from_le_bytes(*tail)).ok()?;
     let (tail, snapshot) = rest.split_at_checked(tail)?;
-    let (tail, snapshot) = (tail.to_vec(), snapshot.to_vec());
-    Some(Stored { text, exact_until, snapshot, pages: Vec::new(), tail })
+    let (tail, before) = (tail.to_vec(), payload.len() - snapshot.len());
+    // In place: it is most of the file.
+    payload.drain(..before);
+    Some(Stored { text, exact_until, snapshot: payload, pages: Vec::new(), tail })
 }
 
 fn peek_text(files: &dyn Files, key: &Key, fingerprint: &Key) -> Option<(Vec<u32>, usize)> {

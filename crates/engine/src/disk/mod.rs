@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::service::CachePolicy;
 pub(crate) use blob::Key;
@@ -73,6 +73,8 @@ pub(crate) struct Disk {
     /// Bytes that may be written now, as of this time.
     allowance: (u64, Duration),
     error: Option<String>,
+    /// Files to be deleted once the thread can take that.
+    gone: Vec<String>,
     /// Held as long as this is: see [`lock`].
     _lock: Option<File>,
 }
@@ -109,7 +111,8 @@ impl Disk {
         let hands = Hands::Thread(Some(thread));
         let (write_rate, lock) = (options.write_rate, Some(lock));
         let allowance = (burst(write_rate), Duration::ZERO);
-        Ok(Disk { index, work, outcomes, hands, write_rate, allowance, error: None, _lock: lock })
+        let (error, gone) = (None, Vec::new());
+        Ok(Disk { index, work, outcomes, hands, write_rate, allowance, error, gone, _lock: lock })
     }
 
     /// A disk of files without a thread: the test does its work when it likes.
@@ -132,8 +135,10 @@ impl Disk {
             alive: Arc::clone(&alive),
         };
         let allowance = (burst(write_rate), Duration::ZERO);
-        let (hands, error) = (Hands::Test(alive), None);
-        Ok((Disk { index, work, outcomes, hands, write_rate, allowance, error, _lock: None }, hand))
+        let (hands, error, gone) = (Hands::Test(alive), None, Vec::new());
+        let disk =
+            Disk { index, work, outcomes, hands, write_rate, allowance, error, gone, _lock: None };
+        Ok((disk, hand))
     }
 
     /// The longest checkpoint that a prompt begins with, and its length.
@@ -159,6 +164,7 @@ impl Disk {
 
     /// A checkpoint that was asked for, or that it can't be had.
     pub(crate) fn poll(&mut self) -> Option<(Key, Option<Stored>)> {
+        self.delete_gone();
         loop {
             match self.outcomes.try_recv() {
                 Ok(Outcome::Loaded(key, stored)) => return Some((key, Some(*stored))),
@@ -206,20 +212,30 @@ impl Disk {
     pub(crate) fn store(&mut self, stored: Stored) {
         let bytes = stored.bytes();
         let Some((key, pages, gone)) = self.index.add(&stored) else { return };
+        // First: a file that is written now must not be deleted by what was to go before.
         self.delete(gone);
-        self.allowance.0 = self.allowance.0.saturating_sub(bytes);
         let work = Work::Store { key, pages, stored: Box::new(stored) };
-        if let Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) = self.work.try_send(work)
-        {
+        if self.gone.is_empty() && self.work.try_send(work).is_ok() {
+            self.allowance.0 = self.allowance.0.saturating_sub(bytes);
+        } else {
             let gone = self.index.remove(&key);
             self.delete(gone);
         }
     }
 
     fn delete(&mut self, files: Vec<String>) {
-        if !files.is_empty() {
-            // If the thread is behind, the files are found to be orphans at the next start.
-            let _ = self.work.try_send(Work::Delete(files));
+        self.gone.extend(files);
+        self.delete_gone();
+    }
+
+    /// Tells the thread what to delete, unless it is behind: then another time.
+    fn delete_gone(&mut self) {
+        if self.gone.is_empty() {
+            return;
+        }
+        let work = Work::Delete(std::mem::take(&mut self.gone));
+        if let Err(TrySendError::Full(Work::Delete(files))) = self.work.try_send(work) {
+            self.gone = files;
         }
     }
 
@@ -269,20 +285,31 @@ impl Hand {
 impl Drop for Disk {
     /// What was to be written is.
     fn drop(&mut self) {
+        let thread = match &mut self.hands {
+            Hands::Thread(thread) => thread.take(),
+            #[cfg(test)]
+            Hands::Test(_) => None,
+        };
+        let Some(thread) = thread else { return };
         let (closed, _) = sync_channel(1);
-        self.work = closed;
-        if let Hands::Thread(thread) = &mut self.hands
-            && let Some(thread) = thread.take()
-        {
-            // Outcomes would make the thread wait if nobody took them.
-            while !thread.is_finished() {
-                while self.outcomes.try_recv().is_ok() {}
-                std::thread::sleep(Duration::from_millis(1));
+        loop {
+            self.delete_gone();
+            if self.gone.is_empty() {
+                self.work = closed.clone();
             }
-            let _ = thread.join();
+            if thread.is_finished() {
+                break;
+            }
+            // Outcomes would make the thread wait if nobody took them.
+            while self.outcomes.try_recv().is_ok() {}
+            std::thread::sleep(Duration::from_millis(1));
         }
+        let _ = thread.join();
     }
 }
+
+/// How long to wait for whoever has the folder: it may be about to leave, as an engine is whose memory is given back.
+const LEAVING: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// Takes the folder for this process, with all fingerprints in it: to make room, folders of others are deleted. Two
 /// processes would each delete what the other's index says is there. The second goes on without a disk
@@ -291,16 +318,23 @@ fn lock(dir: &Path) -> io::Result<File> {
     fs::create_dir_all(dir)?;
     let path = dir.join("lock");
     let file = File::options().create(true).truncate(false).write(true).open(&path)?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => {
-            let why = "another process keeps its prefix cache here; give each its own --cache-dir";
-            Err(io::Error::new(io::ErrorKind::ResourceBusy, why))
+    let begun = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) if begun.elapsed() < LEAVING => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(TryLockError::WouldBlock) => {
+                let why =
+                    "another process keeps its prefix cache here; give each its own --cache-dir";
+                return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
+            }
+            Err(TryLockError::Error(error)) => {
+                let why = format!("{} can't be locked: {error}", path.display());
+                return Err(io::Error::new(error.kind(), why));
+            }
         }
-        Err(TryLockError::Error(error)) => Err(io::Error::new(
-            error.kind(),
-            format!("{} can't be locked: {error}", path.display()),
-        )),
     }
 }
 

@@ -225,8 +225,61 @@ fn two_processes_do_not_share_a_folder() {
         let why = Disk::open(&options).expect_err("in use").to_string();
         assert!(why.contains("--cache-dir"), "{why}");
     }
-    drop(disk);
+    // Whoever is about to leave is waited for.
+    let leaves = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(200));
+        drop(disk);
+    });
     assert!(Disk::open(&folder.options(1 << 20)).is_ok(), "it goes with its process");
+    leaves.join().expect("dropped");
+}
+
+/// A thread that is behind is told later what to delete, and before anything that is written then.
+#[test]
+fn what_is_to_go_goes_although_the_queue_is_full() {
+    let folder = Folder::new("behind");
+    fs::create_dir_all(&folder.0).expect("a folder");
+    let files: Arc<dyn Files> = Arc::new(files::Folder(folder.0.clone()));
+    let one = {
+        let (mut disk, _hand) =
+            Disk::by_hand(Arc::clone(&files), 1 << 20, 1 << 30).expect("a disk");
+        keep(&mut disk, &text(0, 0, 192), 192);
+        disk.bytes()
+    };
+    let (mut disk, hand) = Disk::by_hand(files, 2 * one, 1 << 30).expect("a disk");
+    keep(&mut disk, &text(0, 0, 192), 192);
+    keep(&mut disk, &text(1, 0, 192), 192);
+    while hand.step() {}
+    let (key, _) =
+        disk.find(&[&text(0, 0, 192)[..], &[9]].concat(), CachePolicy::Shared).expect("kept");
+    (0..QUEUE).for_each(|_| assert!(disk.load(key)));
+    // Neither this one nor those that had to make room for it are there afterwards.
+    keep(&mut disk, &text(2, 0, 192), 192);
+    assert!(!disk.has(&text(2, 0, 192), 192) && !disk.gone.is_empty());
+    assert!(!disk.has(&text(1, 0, 192), 192), "the least recently used made room");
+    // Nor may one that is written again be deleted after that.
+    while hand.step() {
+        disk.poll();
+    }
+    keep(&mut disk, &text(1, 0, 192), 192);
+    while hand.step() {}
+    disk.poll();
+    while hand.step() {}
+    let names = fs::read_dir(&folder.0).expect("the folder").flatten();
+    let bytes: u64 = names.map(|file| file.metadata().expect("a file").len()).sum();
+    assert_eq!((bytes, disk.bytes(), disk.gone.len()), (2 * one, 2 * one, 0));
+    assert!(disk.has(&text(0, 0, 192), 192) && disk.has(&text(1, 0, 192), 192));
+}
+
+/// A write that fails leaves nothing behind, also where the disk is full.
+#[test]
+fn a_failed_write_leaves_no_draft() {
+    let folder = Folder::new("draft");
+    fs::create_dir_all(folder.0.join("name.page")).expect("a folder in the file's place");
+    let files = files::Folder(folder.0.clone());
+    assert!(files.write("name.page", &[&[1; 100]]).is_err());
+    let names: Vec<_> = fs::read_dir(&folder.0).expect("the folder").flatten().collect();
+    assert_eq!(names.len(), 1, "{names:?}");
 }
 
 #[test]

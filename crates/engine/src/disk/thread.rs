@@ -7,6 +7,9 @@ use super::blob::{self, Key, Kind};
 use super::files::Files;
 use super::index::{parse_state, state_payload};
 
+/// Threads that read a checkpoint's pages, at most.
+const READERS: usize = 8;
+
 pub(crate) enum Work {
     Load { key: Key, pages: Vec<Key> },
     Store { key: Key, pages: Vec<Key>, stored: Box<Stored> },
@@ -63,15 +66,35 @@ pub(super) fn perform(work: Work, files: &dyn Files, fingerprint: &Key) -> Optio
 fn load(files: &dyn Files, fingerprint: &Key, key: &Key, pages: &[Key]) -> Result<Stored, Wrong> {
     let own = |why: String| Wrong { page: None, why };
     let payload = blob::read(files, Kind::State, key).map_err(own)?;
-    let state = parse_state(&payload, fingerprint)
+    let state = parse_state(payload, fingerprint)
         .ok_or_else(|| own("a checkpoint of another kind".to_owned()))?;
+    let pages = read_pages(files, pages)?;
+    files.touch(&blob::name(Kind::State, key));
+    Ok(Stored { pages, ..state })
+}
+
+/// Pages' bytes, in order. Several threads read: a long text has thousands of megabytes of them, and
+/// somebody waits.
+fn read_pages(files: &dyn Files, pages: &[Key]) -> Result<Vec<Option<Vec<u8>>>, Wrong> {
     let read = |page: &Key| {
         let bytes = blob::read(files, Kind::Page, page);
         bytes.map(Some).map_err(|why| Wrong { page: Some(*page), why })
     };
-    let pages = pages.iter().map(read).collect::<Result<_, _>>()?;
-    files.touch(&blob::name(Kind::State, key));
-    Ok(Stored { pages, ..state })
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let each = pages.len().div_ceil((cores / 2).clamp(1, READERS)).max(1);
+    let mut parts = pages.chunks(each);
+    let own = parts.next().unwrap_or(&[]);
+    std::thread::scope(|scope| {
+        let others: Vec<_> = parts
+            .map(|part| scope.spawn(move || part.iter().map(read).collect::<Result<Vec<_>, _>>()))
+            .collect();
+        let mut all: Vec<_> = own.iter().map(read).collect::<Result<_, _>>()?;
+        for other in others {
+            let panicked = |_| Wrong { page: None, why: "a reading thread panicked".to_owned() };
+            all.extend(other.join().map_err(panicked)??);
+        }
+        Ok(all)
+    })
 }
 
 fn store(

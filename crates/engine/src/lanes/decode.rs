@@ -13,7 +13,8 @@ impl<M: Machine> Core<M> {
     /// Submits a round of these lanes, or more where the machine runs ahead, and receives the oldest.
     pub(super) fn round(&mut self, slots: &[u32], clock: Clock<'_>) -> Result<(), Lost> {
         let adapts = self.limits.adapts;
-        let pace = adapts && self.paces[slots.len() - 1].drafts();
+        let rows = slots.len() * self.limits.block;
+        let pace = adapts && rows <= self.limits.like_alone && self.paces[slots.len() - 1].drafts();
         let mut depth = self.limits.depth;
         let mut going = Vec::with_capacity(slots.len());
         for &slot in slots {
@@ -31,6 +32,12 @@ impl<M: Machine> Core<M> {
                 masked,
             });
         }
+        let drafting = going.iter().filter(|g| g.draft).count();
+        if !self.flight.is_empty() && drafting != self.drafting {
+            // Rounds of one kind first end, then the other kind begins.
+            return self.receive(clock).map(drop);
+        }
+        self.drafting = drafting;
         let begun = clock();
         self.round_from = Some(begun);
         let submitted = self.machine.submit(&going, depth, &mut Constraints(&mut self.lanes));
@@ -42,7 +49,6 @@ impl<M: Machine> Core<M> {
         let took = clock().saturating_sub(begun);
         self.turns.decoded(took);
         // Rounds of both kinds of lanes at once say nothing about either.
-        let drafting = going.iter().filter(|g| g.draft).count();
         if adapts && tokens > 0 && drafting.is_multiple_of(going.len()) {
             let tokens = tokens as f64 / going.len() as f64;
             self.paces[slots.len() - 1].took(drafting > 0, took.as_secs_f64(), tokens);

@@ -26,6 +26,8 @@ pub(crate) struct Limits {
     pub(crate) depth: usize,
     /// Whether rounds draft only while that is faster.
     pub(crate) adapts: bool,
+    /// Rows of a round up to which each has the bits that it has alone.
+    pub(crate) like_alone: usize,
 }
 
 /// Computes for lanes.
@@ -79,6 +81,7 @@ impl<D: Device> Machine for Engine<D> {
             chunk: self.chunk(),
             depth: round::depth(self.may_run_ahead()),
             adapts: self.adapts(),
+            like_alone: self.dev.info().like_alone,
         }
     }
 
@@ -121,7 +124,7 @@ impl<D: Device> Machine for Engine<D> {
     }
 
     fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Result<Lane, EngineError> {
-        Engine::restore(self, snapshot, slot, pos)
+        Ok(Engine::restore(self, snapshot, slot, pos))
     }
 
     fn prefill(&mut self, lane: &mut Lane, tokens: &[u32]) -> Result<(), EngineError> {

@@ -42,6 +42,8 @@ pub(crate) struct Rules {
     pub(crate) grid: usize,
     /// Whether requests reuse exact state only, whatever they ask for.
     pub(crate) exact: bool,
+    /// Bytes of a checkpoint from disk that go to the device at once, while others wait.
+    pub(crate) arrival: usize,
 }
 
 /// Tells the time since the service began.
@@ -65,6 +67,8 @@ pub(crate) struct Core<M> {
     prefill_rate: Rate,
     /// By lanes of a round.
     paces: Vec<Pace>,
+    /// Lanes that draft in the rounds in flight.
+    drafting: usize,
     /// Since when the round that is received next counts.
     round_from: Option<Duration>,
     stats: ServiceStats,
@@ -95,6 +99,7 @@ impl<M: Machine> Core<M> {
             turns: Turns::new(rules.decode_share),
             prefill_rate: Rate::default(),
             paces: (1..=limits.slots).map(Pace::of).collect(),
+            drafting: 0,
             round_from: None,
             alone: (usize::MAX, 0, 0),
             stats: ServiceStats::default(),
@@ -179,8 +184,8 @@ impl<M: Machine> Core<M> {
     pub(crate) fn step(&mut self, clock: Clock<'_>) -> Result<bool, Lost> {
         self.expire(clock());
         self.machine.flight(&mut self.flight);
-        self.poll_disk()?;
-        if self.retire()? | self.admit(clock)? {
+        let arrives = self.poll_disk()?;
+        if self.retire(clock)? | self.admit(clock)? {
             // Whoever asks to come in sees at once that there is room.
             return Ok(true);
         }
@@ -201,7 +206,7 @@ impl<M: Machine> Core<M> {
                 self.receive(clock)?;
             }
             _ if !decoding.is_empty() => self.round(&decoding, clock)?,
-            _ => return self.persist(clock()),
+            _ => return Ok(self.persist(clock())? | arrives),
         }
         if self.persist_is_due(clock()) {
             self.persist(clock())?;
@@ -295,12 +300,12 @@ impl<M: Machine> Core<M> {
     }
 
     /// Frees the lanes of ended jobs, whose last state is kept if that is wanted.
-    fn retire(&mut self) -> Result<bool, Lost> {
+    fn retire(&mut self, clock: Clock<'_>) -> Result<bool, Lost> {
         let mut any = false;
         for slot in 0..self.lanes.len() as u32 {
             let over = self.lanes[slot as usize].as_ref().is_some_and(|r| r.phase == Phase::Over);
             if over && !self.flight.contains(&slot) {
-                let kept = self.keep(slot);
+                let kept = self.keep(slot, clock);
                 self.free(slot);
                 any = true;
                 if let Err(error) = kept {
@@ -317,7 +322,7 @@ impl<M: Machine> Core<M> {
     }
 
     /// Takes a checkpoint of a lane as it stands, unless there is one or none is wanted.
-    fn keep(&mut self, slot: u32) -> Result<(), EngineError> {
+    fn keep(&mut self, slot: u32, clock: Clock<'_>) -> Result<(), EngineError> {
         let Some(running) = &mut self.lanes[slot as usize] else { return Ok(()) };
         let len = running.lane.pos as usize;
         let unwanted = running.spoilt || running.job.request.cache == CachePolicy::Off;
@@ -329,10 +334,13 @@ impl<M: Machine> Core<M> {
             return Ok(());
         }
         let Some(snapshot) = self.cache.reserve(&mut self.pages) else { return Ok(()) };
+        let begun = clock();
         if let Err(error) = self.machine.save(&mut running.lane, snapshot) {
             self.cache.give_back(snapshot);
             return Err(error);
         }
+        self.stats.checkpoints_taken += 1;
+        self.stats.checkpoint_time += clock().saturating_sub(begun);
         let (pages, exact) = (&running.pages, running.exact_until);
         let serial = self.cache.insert(text, pages, exact, snapshot, &mut self.pages);
         self.taken += 1;
@@ -393,7 +401,7 @@ impl<M: Machine> Core<M> {
         running.job.tell(Event::Prefill { done, total });
         let marked = running.marks.last() == Some(&done);
         running.marks.truncate(running.marks.partition_point(|&mark| mark > done));
-        if marked && let Err(error) = self.keep(slot) {
+        if marked && let Err(error) = self.keep(slot, clock) {
             return self.lanes_failed(&[slot], error);
         }
         self.begin_decoding(slot, clock());

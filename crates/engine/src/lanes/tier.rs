@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ops::PAGE_TOKENS;
 
-use super::job::Job;
+use super::job::{Job, Phase};
 use super::{Core, Lost, Machine};
 use crate::cache::{CheckpointId, Parts};
 use crate::disk::{Disk, Key, Stored};
@@ -28,6 +28,9 @@ pub(super) struct Tier {
     /// Serial numbers of checkpoints to be written.
     backlog: VecDeque<u64>,
     underway: Option<Underway>,
+    arriving: Option<Arriving>,
+    /// Rounds when its last piece was written.
+    arrived_in: u64,
     last_piece: Duration,
     /// Serial numbers of checkpoints that came from disk.
     loaded: Vec<u64>,
@@ -42,12 +45,27 @@ struct Underway {
     known: Vec<bool>,
 }
 
+/// A checkpoint that comes from disk, on its way to the device.
+struct Arriving {
+    key: Key,
+    text: Vec<u32>,
+    exact_until: usize,
+    state: Vec<u8>,
+    /// The pages' bytes, and where they go; the first so many are there.
+    pages: Vec<Vec<u8>>,
+    own: Vec<u32>,
+    written: usize,
+    snapshot: u32,
+}
+
 impl Tier {
     pub(super) fn new(disk: Disk) -> Tier {
         Tier {
             disk,
             backlog: VecDeque::new(),
             underway: None,
+            arriving: None,
+            arrived_in: 0,
             last_piece: Duration::ZERO,
             loaded: Vec::new(),
         }
@@ -70,22 +88,30 @@ impl<M: Machine> Core<M> {
         }
     }
 
-    /// Takes in what came from disk.
-    pub(super) fn poll_disk(&mut self) -> Result<(), Lost> {
-        let Some(tier) = &mut self.tier else { return Ok(()) };
+    /// Takes in what came from disk, a piece at a time, and a piece between two rounds at most. Returns whether there
+    /// was anything.
+    pub(super) fn poll_disk(&mut self) -> Result<bool, Lost> {
+        let decoding = self.lanes.iter().flatten().any(|running| running.phase == Phase::Decode);
+        let rounds = self.stats.rounds;
+        let Some(tier) = &mut self.tier else { return Ok(false) };
+        if decoding && tier.arrived_in == rounds {
+            return Ok(false);
+        }
+        if let Some(arriving) = tier.arriving.take() {
+            return self.install(arriving).map(|()| true);
+        }
         let alive = tier.disk.is_alive();
-        let came = tier.disk.poll();
-        let Some((key, stored)) = came else {
+        let Some((key, stored)) = tier.disk.poll() else {
             if !alive {
                 self.waiting.iter_mut().for_each(|job| job.loading = None);
             }
-            return Ok(());
+            return Ok(false);
         };
-        if let Some(stored) = stored {
-            self.install(stored)?;
+        match stored.and_then(|stored| self.make_room(key, stored)) {
+            Some(arriving) => self.install(arriving)?,
+            None => self.arrived(key),
         }
-        self.arrived(key);
-        Ok(())
+        Ok(true)
     }
 
     /// Jobs that waited for a checkpoint can go on, with it or without.
@@ -94,30 +120,45 @@ impl<M: Machine> Core<M> {
         self.waiting.iter_mut().filter(waited).for_each(|job| job.loading = None);
     }
 
-    /// Makes a checkpoint of what came from disk, if there is room.
-    fn install(&mut self, stored: Stored) -> Result<(), Lost> {
-        let Stored { text, exact_until, snapshot: state, pages: blobs, tail } = stored;
-        let blobs: Vec<Vec<u8>> = blobs.into_iter().flatten().collect();
-        let sizes = blobs.iter().chain([&tail].into_iter().filter(|tail| !tail.is_empty()));
-        let sized = sizes.clone().all(|page| page.len() == self.limits.page_bytes)
-            && sizes.count() == text.len().div_ceil(PAGE_TOKENS)
+    /// Finds room for what came from disk, if it is wanted and there is some.
+    fn make_room(&mut self, key: Key, stored: Stored) -> Option<Arriving> {
+        let Stored { text, exact_until, snapshot: state, pages, tail } = stored;
+        let tail = (!tail.is_empty()).then_some(tail);
+        let pages: Vec<Vec<u8>> = pages.into_iter().flatten().chain(tail).collect();
+        let sized = pages.iter().all(|page| page.len() == self.limits.page_bytes)
+            && pages.len() == text.len().div_ceil(PAGE_TOKENS)
             && state.len() == self.limits.snapshot_bytes;
         if !sized || self.cache.has(&text, text.len() <= exact_until) {
-            return Ok(());
+            return None;
         }
-        let Some(snapshot) = self.cache.reserve(&mut self.pages) else { return Ok(()) };
-        let count = text.len().div_ceil(PAGE_TOKENS);
-        let Some(own) = self.take_pages(count, None) else {
+        let snapshot = self.cache.reserve(&mut self.pages)?;
+        let Some(own) = self.take_pages(pages.len(), None) else {
             self.cache.give_back(snapshot);
-            return Ok(());
+            return None;
         };
-        let tail = (!tail.is_empty()).then_some(&tail);
-        for (&page, bytes) in own.iter().zip(blobs.iter().chain(tail)) {
-            self.machine.write_page(page, bytes);
+        Some(Arriving { key, text, exact_until, state, pages, own, written: 0, snapshot })
+    }
+
+    /// Writes a piece of what came from disk to the device, and makes a checkpoint of it after the last one.
+    fn install(&mut self, mut arriving: Arriving) -> Result<(), Lost> {
+        let mut bytes = 0;
+        while arriving.written < arriving.own.len() && bytes < self.rules.arrival {
+            let page = &arriving.pages[arriving.written];
+            self.machine.write_page(arriving.own[arriving.written], page);
+            (arriving.written, bytes) = (arriving.written + 1, bytes + page.len());
         }
+        if let Some(tier) = &mut self.tier {
+            tier.arrived_in = self.stats.rounds;
+            if arriving.written < arriving.own.len() {
+                tier.arriving = Some(arriving);
+                return Ok(());
+            }
+        }
+        let Arriving { key, text, exact_until, state, own, snapshot, .. } = arriving;
         self.machine.write_snapshot(snapshot, &state);
         let synced = self.machine.sync();
-        if synced.is_ok() {
+        // Somebody may have computed it meanwhile.
+        if synced.is_ok() && !self.cache.has(&text, text.len() <= exact_until) {
             let serial = self.cache.insert(&text, &own, exact_until, snapshot, &mut self.pages);
             self.taken += 1;
             if let Some(tier) = &mut self.tier {
@@ -128,7 +169,15 @@ impl<M: Machine> Core<M> {
             self.cache.give_back(snapshot);
         }
         own.into_iter().for_each(|page| self.pages.release(page));
+        self.arrived(key);
         synced.or_else(|error| self.note_failure(error))
+    }
+
+    /// Pages of what is arriving.
+    #[cfg(test)]
+    pub(super) fn arriving_pages(&self) -> Vec<u32> {
+        let arriving = self.tier.iter().filter_map(|tier| tier.arriving.as_ref());
+        arriving.flat_map(|arriving| arriving.own.clone()).collect()
     }
 
     /// Whether a checkpoint came from disk and is gone on from for the first time.

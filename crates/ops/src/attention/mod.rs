@@ -20,6 +20,7 @@
 mod block;
 pub(crate) mod cuda;
 mod host;
+pub(crate) mod rounded;
 mod stored;
 
 use crate::geometry::elements_fit;
@@ -27,7 +28,7 @@ use crate::kernel::{Card, Plan};
 use crate::kv::Part;
 use crate::{
     Bindings, Buf, Cost, Cpu, Elements, KvPool, LaneStep, Lanes, Mem, Op, PAGE_TOKENS, Pass,
-    Unsupported,
+    Rounded, Unsupported,
 };
 
 /// Pages of one split: the part of a row's keys that is summed on its own and then merged.
@@ -177,6 +178,10 @@ impl Op for Attention {
                 }
             }
         }
+    }
+
+    fn rounded(&self, mem: &Mem) -> Option<Vec<Rounded>> {
+        Some(rounded::rounded(self, mem, false))
     }
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {

@@ -11,10 +11,11 @@
 mod cuda;
 mod host;
 
+use crate::attention::rounded::rounded;
 use crate::kernel::{Card, Plan};
 use crate::{
     Attention, AttnPrepare, Bindings, Cost, Cpu, Elements, HeadGate, Mem, Op, Pass, Queries,
-    Unsupported,
+    Rounded, Unsupported,
 };
 
 /// See the module.
@@ -100,6 +101,16 @@ impl Op for AttnMix {
         self.prepare.reference(mem);
         self.attention.reference(mem);
         self.gate.reference(mem);
+    }
+
+    /// Queries and keys are computed here: an element of them may tip.
+    fn rounded(&self, mem: &Mem) -> Option<Vec<Rounded>> {
+        let mut all = rounded(&self.attention, mem, true);
+        let width = self.gate.heads * self.gate.dim;
+        for (row, out) in all.chunks_exact_mut(width).enumerate() {
+            self.gate.rounded(mem, row, out);
+        }
+        Some(all)
     }
 
     fn host(&self, mem: &Mem, cpu: &Cpu) {

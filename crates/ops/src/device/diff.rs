@@ -13,7 +13,8 @@ use std::fmt;
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::testing::Tolerance;
 use crate::{
-    ACT_GROUP, Act, ActDtype, ActGroup, Binding, Bindings, Buf, Elements, Op, PAGE_TOKENS,
+    ACT_GROUP, Act, ActDtype, ActGroup, Binding, Bindings, Buf, Elements, Host, Op, PAGE_TOKENS,
+    Rounded,
 };
 
 /// Large enough for every device to give it an allocation of its own.
@@ -49,6 +50,9 @@ impl fmt::Display for Difference {
     }
 }
 
+/// What [`Op::rounded`] says, of a device's memory after it ran the op.
+type Roundings<A> = fn(&A, &dyn Op) -> Option<Vec<Rounded>>;
+
 /// Runs ops on `a` and `b`. The first difference beyond the tolerance is kept, and is the error of
 /// the next [`Device::sync`]; what follows it is not compared.
 #[derive(Debug)]
@@ -58,8 +62,8 @@ pub struct Diff<A, B> {
     /// The device under test.
     pub b: B,
     tolerance: Tolerance,
-    /// Of ops that have one of their own.
-    tolerances: Vec<(&'static str, Tolerance)>,
+    /// What `b` may make of an op, as `a` knows it.
+    rounded: Option<Roundings<A>>,
     resync: bool,
     runs: usize,
     difference: Option<Difference>,
@@ -68,20 +72,20 @@ pub struct Diff<A, B> {
     open: Option<(Buf, usize)>,
 }
 
+impl<B: Device> Diff<Host, B> {
+    /// `b` rounds operands to bf16: [`Op::rounded`].
+    #[must_use]
+    pub fn rounded(self) -> Diff<Host, B> {
+        Diff { rounded: Some(|host, op| op.rounded(host.mem())), ..self }
+    }
+}
+
 impl<A: Device, B: Device> Diff<A, B> {
     /// Compares floats within `tolerance`, by bits if it is exact; whole numbers always by value.
     pub fn new(a: A, b: B, tolerance: Tolerance) -> Diff<A, B> {
         let (runs, difference, reported, open) = (0, None, false, None);
-        let (tolerances, resync) = (Vec::new(), false);
-        Diff { a, b, tolerance, tolerances, resync, runs, difference, reported, open }
-    }
-
-    /// Another tolerance for the ops of this [name](Op::name): those whose cases give `b` one of its own, because it
-    /// computes with other precision by design.
-    #[must_use]
-    pub fn allowing(mut self, op: &'static str, tolerance: Tolerance) -> Diff<A, B> {
-        self.tolerances.push((op, tolerance));
-        self
+        let (rounded, resync) = (None, false);
+        Diff { a, b, tolerance, rounded, resync, runs, difference, reported, open }
     }
 
     /// After each op `b` gets what `a` wrote. So each op is judged by itself, on equal inputs, and
@@ -146,13 +150,20 @@ impl<A: Device, B: Device> Diff<A, B> {
         before: &[Vec<u8>; 2],
         after: &[Vec<u8>; 2],
     ) -> Option<Difference> {
-        let own = self.tolerances.iter().find(|(name, _)| *name == op.name());
-        let tolerance = own.map_or(self.tolerance, |(_, tolerance)| *tolerance);
-        let outputs = Outputs { before, after, tolerance };
+        let outputs = Outputs { before, after, tolerance: self.tolerance };
+        let out = (binding.name == "out").then_some(()).and(self.rounded);
+        let rounded = out.and_then(|rounded| rounded(&self.a, op));
         let mismatch = match binding.elements {
             Elements::Scratch => None,
+            Elements::F32 if let Some(rounded) = &rounded => outputs.rounded(rounded, None),
+            Elements::Act(act)
+                if act.dtype == ActDtype::F32
+                    && let Some(rounded) = &rounded =>
+            {
+                outputs.rounded(rounded, Some(act))
+            }
             Elements::U32 => outputs.words(),
-            Elements::F32 => outputs.floats(4, |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+            Elements::F32 => outputs.floats(4, f32_of),
             Elements::Bf16 => outputs.floats(2, bf16),
             Elements::Int8Pages { codes } => outputs.int8_pages(codes),
             Elements::Act(act) => outputs.activations(act),
@@ -168,6 +179,15 @@ impl<A: Device, B: Device> Diff<A, B> {
             fields: format!("{op:?}"),
         })
     }
+}
+
+fn f32_of(b: &[u8]) -> f32 {
+    f32::from_le_bytes([b[0], b[1], b[2], b[3]])
+}
+
+/// Where activation rows have the f32 of an element.
+fn spot(act: &Act, i: usize) -> usize {
+    i / act.width * act.row_bytes() + 4 * (i % act.width)
 }
 
 fn bf16(b: &[u8]) -> f32 {
@@ -228,7 +248,7 @@ impl Outputs<'_> {
         let scales =
             all.clone().flat_map(|b| (0..PAGE_TOKENS).map(move |i| b * block + codes + 4 * i));
         let scales: Vec<usize> = scales.filter(|&at| self.wrote(at..at + 4)).collect();
-        let value = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        let value = f32_of;
         if let Some((at, mismatch)) = self.first_beyond(&scales, 4, 0.0, &value) {
             let element = format!("[block {}, scale {}]", at / block, (at % block - codes) / 4);
             return Some(Mismatch { element, ..mismatch });
@@ -242,6 +262,21 @@ impl Outputs<'_> {
             let element = || format!("[block {b}, code {i}]");
             let beyond = (want - got).abs() > bound && self.wrote(at..at + 1);
             beyond.then(|| Mismatch { element: element(), want, got, bound })
+        })
+    }
+
+    /// Elements that `b` may have rounded: floats, or those of activation rows.
+    fn rounded(&self, rounded: &[Rounded], act: Option<Act>) -> Option<Mismatch> {
+        let place = |i: usize| act.map_or(4 * i, |act| spot(&act, i));
+        rounded.iter().enumerate().find_map(|(i, &Rounded { want, within })| {
+            let at = place(i)..place(i) + 4;
+            if !self.differs(at.clone()) || !self.wrote(at.clone()) {
+                return None;
+            }
+            let got = f32_of(&self.after[1][at]);
+            let close = (want - got).abs() <= within || (want.is_nan() && got.is_nan());
+            let (want, got, bound) = (f64::from(want), f64::from(got), f64::from(within));
+            (!close).then(|| Mismatch { element: format!("[{i}]"), want, got, bound })
         })
     }
 
@@ -270,10 +305,9 @@ impl Outputs<'_> {
     fn activations(&self, act: Act) -> Option<Mismatch> {
         let (stride, width) = (act.row_bytes(), act.width);
         let rows = self.after[0].len() / stride.max(1);
-        let spot = |i: usize| i / width * stride + 4 * (i % width);
-        let all = (0..rows * width).map(spot);
+        let all = (0..rows * width).map(|i| spot(&act, i));
         let spots: Vec<usize> = all.filter(|&at| self.wrote(at..at + 4)).collect();
-        let value = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        let value = f32_of;
         if let Some((at, mismatch)) = self.first_beyond(&spots, 4, 0.0, &value) {
             let element = format!("[row {}, {}]", at / stride, at % stride / 4);
             return Some(Mismatch { element, ..mismatch });
@@ -343,7 +377,12 @@ impl<A: Device, B: Device> Device for Diff<A, B> {
     fn info(&self) -> DeviceInfo {
         let (a, b) = (self.a.info(), self.b.info());
         let name = format!("{} against {}", b.name, a.name);
-        DeviceInfo { name, int8_pages: a.int8_pages && b.int8_pages, ..a }
+        DeviceInfo {
+            name,
+            int8_pages: a.int8_pages && b.int8_pages,
+            like_alone: a.like_alone.min(b.like_alone),
+            ..a
+        }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
@@ -440,9 +479,10 @@ impl<A: Device, B: Device> Device for Diff<A, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attention::cases::{SHAPE, build, lane};
     use crate::simd::Isa;
-    use crate::testing::Corrupt;
-    use crate::{ActDtype, Host, HostMode, Pass, RmsNorm, TopK};
+    use crate::testing::{Builder, Corrupt};
+    use crate::{Attention, HostMode, Pass, RmsNorm, TopK};
 
     const WIDTH: usize = 128;
 
@@ -545,6 +585,21 @@ mod tests {
         {
             let b = Corrupt::new(simd(), op, output, spoil);
             assert_eq!(run(&mut Diff::new(reference(), b, tolerance())), Ok(()));
+        }
+    }
+
+    #[test]
+    fn what_an_op_says_of_roundings_is_allowed_and_no_more() {
+        for (spoil, seen) in [((4 * 9, 0x01), false), ((4 * 9 + 2, 0x40), true)] {
+            let b = Corrupt::new(simd(), ("attention", 0), "out", spoil);
+            let mut dev = Diff::new(reference(), b, Tolerance::exact()).rounded();
+            let mut builder = Builder::new(&mut dev);
+            let op = build(&mut builder, SHAPE, &[lane(0, 300, 4)]);
+            // Queries that rounding leaves as they are: neither of the two rounds any.
+            let q = builder.f32(&vec![0.5; op.q.bytes / 4]);
+            dev.run(&Attention { q, ..op });
+            let (outcome, found) = (dev.sync(), dev.difference().map(|d| d.element.clone()));
+            assert_eq!((outcome.is_err(), found), (seen, seen.then(|| "[9]".to_owned())));
         }
     }
 

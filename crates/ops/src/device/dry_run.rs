@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
-use crate::kernel::{Card, Launch, MOST_STAGES, Plan};
+use crate::kernel::{Card, LIKE_ALONE, Launch, MOST_STAGES, Plan};
 use crate::{ActDtype, Buf, Cost, Op, TileOrder, Unsupported};
 
 /// What one kind of op adds up to.
@@ -121,6 +121,7 @@ impl Device for DryRun {
             tiles: TileOrder::Vectors,
             // No kernel of a card reads them yet.
             int8_pages: self.card.is_none(),
+            like_alone: self.card.map_or(usize::MAX, |_| LIKE_ALONE),
         }
     }
 

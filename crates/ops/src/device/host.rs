@@ -71,7 +71,13 @@ impl Device for Host {
         let threads = self.cpu.pool.threads();
         let plural = if threads == 1 { "" } else { "s" };
         let name = format!("cpu ({mode}, {threads} thread{plural})");
-        DeviceInfo { name, act: self.act, tiles: TileOrder::Vectors, int8_pages: true }
+        DeviceInfo {
+            name,
+            act: self.act,
+            tiles: TileOrder::Vectors,
+            int8_pages: true,
+            like_alone: usize::MAX,
+        }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {

@@ -26,6 +26,8 @@ pub struct DeviceInfo {
     pub tiles: TileOrder,
     /// Whether it can keep keys and values in [`KvDtype::Int8`](crate::KvDtype::Int8).
     pub int8_pages: bool,
+    /// Rows of a round up to which the bits of each are those that it has alone.
+    pub like_alone: usize,
 }
 
 /// A device that failed. Nothing it computed since the last successful `sync` may be used.

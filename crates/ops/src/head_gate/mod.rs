@@ -11,7 +11,7 @@ mod host;
 
 use crate::geometry::elements_fit;
 use crate::kernel::{Card, Plan};
-use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Unsupported};
+use crate::{Act, Bindings, Buf, Cost, Cpu, Mem, Op, Rounded, Unsupported};
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +33,26 @@ pub struct HeadGate {
 impl HeadGate {
     fn x_row<'m>(&self, mem: &'m Mem, row: usize) -> &'m [f32] {
         mem.get(self.x.rows(row, 1, 4 * self.out.width))
+    }
+
+    /// What an element of a row is divided by.
+    fn divisor(&self, mem: &Mem, row: usize, at: usize) -> f64 {
+        self.gate_row(mem, row).map_or(1.0, |gates| {
+            let (head, i) = (at / self.dim, at % self.dim);
+            1.0 + f64::from(-gates[(2 * head + 1) * self.dim + i]).exp()
+        })
+    }
+
+    /// What comes of a row that is known as far as this.
+    pub(crate) fn rounded(&self, mem: &Mem, row: usize, x: &mut [Rounded]) {
+        // What a card's sigmoid may lose.
+        const SIGMOID: f64 = 1.0 / 1_048_576.0;
+        for (at, x) in x.iter_mut().enumerate() {
+            let (want, within) = (f64::from(x.want), f64::from(x.within));
+            let divisor = self.divisor(mem, row, at);
+            x.want = (want / divisor) as f32;
+            x.within = ((within + SIGMOID * want.abs()) / divisor) as f32;
+        }
     }
 
     /// Queries and gates of a row, `[heads, 2 · dim]`.
@@ -77,16 +97,10 @@ impl Op for HeadGate {
 
     fn reference(&self, mem: &Mem) {
         for row in 0..self.rows {
-            let (x, gates) = (self.x_row(mem, row), self.gate_row(mem, row));
+            let x = self.x_row(mem, row);
             let out = self.out.row_mut(mem, row);
-            for head in 0..self.heads {
-                for i in 0..self.dim {
-                    let at = head * self.dim + i;
-                    out.x[at] = gates.map_or(x[at], |gates| {
-                        let gate = f64::from(gates[(2 * head + 1) * self.dim + i]);
-                        (f64::from(x[at]) / (1.0 + (-gate).exp())) as f32
-                    });
-                }
+            for (at, (out, &x)) in out.x.iter_mut().zip(x).enumerate() {
+                *out = (f64::from(x) / self.divisor(mem, row, at)) as f32;
             }
             out.quantize();
         }

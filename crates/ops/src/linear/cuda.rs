@@ -2,7 +2,7 @@
 //! activations, and one for everything else.
 //!
 //! Within each, a row takes the same sums in the same order, whatever the rows beside it. Which it is follows from the
-//! kind of pass, from formats, shapes and the card; but a round of more than [`FEW_ROWS`] rows is multiplied as a prompt.
+//! kind of pass, from formats, shapes and the card; but a round of more than [`chain::LIKE_ALONE`] rows is multiplied as a prompt.
 
 use super::layout::Layout;
 use super::{Linear, LinearPart};
@@ -24,9 +24,6 @@ const ANY: Source = Source {
     name: "linear/any.cu",
     text: concat!(include_str!("weight.cuh"), include_str!("any.cu")),
 };
-
-/// The most rows of a round for which reading the weights again for each 32 rows is worth it.
-const FEW_ROWS: usize = 64;
 
 pub(super) fn plan(op: &Linear, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
     let act = op.x.define("linear")?;
@@ -50,7 +47,7 @@ pub(super) fn plan(op: &Linear, card: &Card, plan: &mut Plan) -> Result<(), Unsu
         for (slot, (i, part)) in group.parts.iter_mut().zip(same) {
             (done[i], *slot) = (true, Some(part));
         }
-        if card.arch == 90 && (op.pass == Pass::Prompt || op.rows > FEW_ROWS) {
+        if card.arch == 90 && (op.pass == Pass::Prompt || op.rows > chain::LIKE_ALONE) {
             many(op, &group, card, plan);
         } else {
             few(op, &group, card, plan)?;

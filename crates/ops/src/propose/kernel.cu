@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) propose(
                 if (c == winner) {
                     *out.count = drawn ? k : 0;
                     ids[step.row0 + e] = token;
-                    sh.chosen = c;
+                    if (RANK > 0) sh.chosen = c;
                 }
             }
             if (RANK > 0) {

@@ -4,7 +4,10 @@ use std::sync::Mutex;
 
 use half::bf16;
 
-use super::{Builder, Kind, Outcome, Rows, Tolerance, assert_close, compare, run_on, same_rows};
+use super::{
+    Builder, Elsewhere, Kind, Outcome, Ran, Rows, Tolerance, assert_close, assert_rounded, compare,
+    run_on, same_rows,
+};
 #[cfg(feature = "cases")]
 use crate::DryRun;
 #[cfg(feature = "cases")]
@@ -150,7 +153,7 @@ fn outcomes<O: Op>(
     });
     let (act, run) = result.expect("the device was called back with");
     match run {
-        Ok((outcomes, _)) => Some((act, outcomes)),
+        Ok(ran) => Some((act, ran.outcomes)),
         Err(why) => {
             skip(label, why);
             None
@@ -172,12 +175,22 @@ pub(super) fn conformance<O: Op>(
     let Some((act, got)) = outcomes(&label, with, build) else { return true };
     let rows = if act == ActDtype::Bf16 { Rows::RoundedF32 } else { Rows::AsAsked };
     let mut reference = Host::with(HostMode::Reference, Isa::Portable, 1, ActDtype::I8);
-    let (want, _) =
-        run_on(&label, &mut reference, rows, build).unwrap_or_else(|e| panic!("{label}: {e}"));
-    let tolerance = Tolerance::relative(tolerance.elsewhere.unwrap_or(tolerance.rel));
+    let ran = run_on(&label, &mut reference, rows, build);
+    let Ran { op, outcomes: want, .. } = ran.unwrap_or_else(|e| panic!("{label}: {e}"));
+    let rounded = match tolerance.elsewhere {
+        Elsewhere::Rounded => op.rounded(reference.mem()),
+        Elsewhere::Same | Elsewhere::Relative(_) => None,
+    };
+    let tolerance = match tolerance.elsewhere {
+        Elsewhere::Relative(rel) => Tolerance::relative(rel),
+        Elsewhere::Same | Elsewhere::Rounded => Tolerance::relative(tolerance.rel),
+    };
     for (w, g) in want.iter().zip(&got) {
-        match g.kind {
-            Kind::Act(act) if act.dtype == ActDtype::Bf16 => close_bf16(&label, w, g, tolerance),
+        match (g.kind, &rounded) {
+            (_, Some(rounded)) if g.name == "out" => assert_rounded(&label, rounded, g),
+            (Kind::Act(act), _) if act.dtype == ActDtype::Bf16 => {
+                close_bf16(&label, w, g, tolerance);
+            }
             _ => compare(&label, w, g, tolerance),
         }
     }

@@ -21,7 +21,7 @@ use crate::kv::Part;
 use crate::simd::Isa;
 use crate::{
     Act, ActDtype, Buf, Device, DeviceError, Host, HostMode, KvDtype, KvPool, LaneStep, Lanes, Mem,
-    Op, Unsupported,
+    Op, Rounded, Unsupported,
 };
 
 /// Lists the functions of a case file that run on every device. Each of them is also a test of the
@@ -45,25 +45,43 @@ const GUARD_BYTE: u8 = 0xA5;
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
     rel: f32,
-    elsewhere: Option<f32>,
+    elsewhere: Elsewhere,
+}
+
+/// What holds on devices that are not the CPU.
+#[derive(Clone, Copy, Debug, Default)]
+enum Elsewhere {
+    /// The same.
+    #[default]
+    Same,
+    /// Another relative tolerance.
+    Relative(f32),
+    /// What the op says: [`Op::rounded`].
+    Rounded,
 }
 
 impl Tolerance {
     /// Bit equality with the definition.
     pub fn exact() -> Tolerance {
-        Tolerance { rel: 0.0, elsewhere: None }
+        Tolerance::relative(0.0)
     }
 
     /// Relative to the element and to the output's root mean square.
     pub fn relative(rel: f32) -> Tolerance {
-        Tolerance { rel, elsewhere: None }
+        Tolerance { rel, elsewhere: Elsewhere::Same }
     }
 
     /// Another relative tolerance for devices that are not the CPU, where the order of sums or the
     /// precision of products differs by design.
     #[must_use]
     pub fn elsewhere(self, rel: f32) -> Tolerance {
-        Tolerance { elsewhere: Some(rel), ..self }
+        Tolerance { elsewhere: Elsewhere::Relative(rel), ..self }
+    }
+
+    /// On devices that are not the CPU, `out` is held to what the op itself says of their roundings: [`Op::rounded`].
+    #[must_use]
+    pub fn rounded_elsewhere(self) -> Tolerance {
+        Tolerance { elsewhere: Elsewhere::Rounded, ..self }
     }
 
     /// Whether only equal bits will do.
@@ -325,7 +343,12 @@ struct Outcome {
     kind: Kind,
 }
 
-type Run = Result<(Vec<Outcome>, Vec<(String, Vec<f32>)>), Unsupported>;
+/// What came of a case.
+struct Ran<O> {
+    op: O,
+    outcomes: Vec<Outcome>,
+    expected: Vec<(String, Vec<f32>)>,
+}
 
 /// Runs a case; an error if the device can't do its geometry.
 fn run_on<O: Op>(
@@ -333,7 +356,7 @@ fn run_on<O: Op>(
     dev: &mut dyn Device,
     rows: Rows,
     build: &impl Fn(&mut Builder) -> O,
-) -> Run {
+) -> Result<Ran<O>, Unsupported> {
     let mut builder = Builder::with(dev, rows);
     let op = build(&mut builder);
     op.check().unwrap_or_else(|e| panic!("{label}: {e}"));
@@ -353,7 +376,7 @@ fn run_on<O: Op>(
         dev.read(out.buf, &mut bytes);
         outcome(out, bytes)
     });
-    Ok((outcomes.collect(), expected))
+    Ok(Ran { op, outcomes: outcomes.collect(), expected })
 }
 
 /// The case on the CPU, which can do every geometry that cases have.
@@ -362,7 +385,7 @@ fn run_on_host<O: Op>(
     mut host: Host,
     rows: Rows,
     build: &impl Fn(&mut Builder) -> O,
-) -> (Vec<Outcome>, Vec<(String, Vec<f32>)>) {
+) -> Ran<O> {
     run_on(label, &mut host, rows, build).unwrap_or_else(|e| panic!("{label}: {e}"))
 }
 
@@ -435,6 +458,20 @@ fn assert_close(label: &str, name: &str, want: &[f32], got: &[f32], tolerance: T
     }
 }
 
+/// Holds an output to what its op says of a card's roundings; bf16 rows are rounded once more.
+fn assert_rounded(label: &str, want: &[Rounded], got: &Outcome) {
+    assert_eq!(want.len(), got.values.len(), "{label}: `{}` length", got.name);
+    let once_more = match got.kind {
+        Kind::Act(act) if act.dtype == ActDtype::Bf16 => 1.0 / 256.0,
+        _ => 0.0,
+    };
+    for (i, (&Rounded { want, within }, &got)) in want.iter().zip(&got.values).enumerate() {
+        let within = within + once_more * (want.abs() + within);
+        let close = (want - got).abs() <= within;
+        assert!(close, "{label}: `out`[{i}] want {want} got {got}, within {within}");
+    }
+}
+
 /// Builds and runs a case on the scalar reference and on the SIMD host with every instruction set
 /// and with 1 and 3 threads. The hosts must agree with the reference within `tolerance`, and with
 /// one another bit for bit. With a [registered](register) device: on the reference and on that
@@ -444,7 +481,7 @@ pub fn conformance<O: Op>(label: &str, tolerance: Tolerance, build: impl Fn(&mut
         return;
     }
     let reference = Host::with(HostMode::Reference, Isa::Portable, 1, ActDtype::I8);
-    let (want, expected) = run_on_host(label, reference, Rows::AsAsked, &build);
+    let Ran { outcomes: want, expected, .. } = run_on_host(label, reference, Rows::AsAsked, &build);
     for (name, values) in &expected {
         let out = want.iter().find(|o| &o.name == name).expect("an output of that name");
         assert_close(
@@ -460,7 +497,7 @@ pub fn conformance<O: Op>(label: &str, tolerance: Tolerance, build: impl Fn(&mut
         for threads in [1, 3] {
             let label = format!("{label} on {} x{threads}", isa.name());
             let host = Host::with(HostMode::Simd, isa, threads, ActDtype::I8);
-            let (got, _) = run_on_host(&label, host, Rows::AsAsked, &build);
+            let got = run_on_host(&label, host, Rows::AsAsked, &build).outcomes;
             for (w, g) in want.iter().zip(&got) {
                 compare(&label, w, g, tolerance);
             }
@@ -487,7 +524,7 @@ pub fn row_invariance<O: Op>(label: &str, max: usize, build: impl Fn(&mut Builde
     for isa in Isa::available() {
         let run = |rows: usize| {
             let host = Host::with(HostMode::Simd, isa, 2, ActDtype::I8);
-            run_on_host(label, host, Rows::AsAsked, &|b: &mut Builder| build(b, rows)).0
+            run_on_host(label, host, Rows::AsAsked, &|b: &mut Builder| build(b, rows)).outcomes
         };
         same_rows(&format!("{label} on {}", isa.name()), max, &run(max), run);
     }

@@ -133,6 +133,8 @@ pub(super) struct Fake {
     lost: bool,
     /// The first thing that was not as it had to be.
     pub(super) wrong: Option<String>,
+    /// Pages written since somebody set this to 0.
+    pub(super) written: usize,
 }
 
 impl Fake {
@@ -149,6 +151,7 @@ impl Fake {
             rounds: VecDeque::new(),
             lost: false,
             wrong: None,
+            written: 0,
             limits,
         }
     }
@@ -303,6 +306,8 @@ impl Machine for Fake {
     }
 
     fn write_page(&mut self, page: u32, bytes: &[u8]) {
+        self.spend(2_000);
+        self.written += 1;
         bytemuck::bytes_of_mut(&mut self.pages[page as usize]).copy_from_slice(bytes);
     }
 
@@ -383,6 +388,11 @@ impl Machine for Fake {
     ) -> Result<(), EngineError> {
         let slots: Vec<u32> = going.iter().map(|g| g.lane.slot).collect();
         if self.flight.is_empty() {
+            let drafting = going.iter().filter(|g| g.draft).count();
+            let rows = going.len() + drafting * (self.limits.block - 1);
+            if self.limits.adapts && drafting > 0 && rows > self.limits.like_alone {
+                self.note(|| format!("{rows} rows, whose bits differ from those of fewer"));
+            }
             for g in going {
                 let s = &mut self.slots[g.lane.slot as usize];
                 (s.step, s.anchor, s.frozen, s.draft) = (g.lane, g.anchor, false, g.draft);
@@ -390,6 +400,8 @@ impl Machine for Fake {
             self.flight = slots.clone();
         } else if self.flight != slots {
             self.note(|| "rounds of other lanes are in flight".to_owned());
+        } else if going.iter().any(|g| g.draft != self.slots[g.lane.slot as usize].draft) {
+            self.note(|| "rounds of the other kind are in flight".to_owned());
         }
         while self.rounds.len() < depth {
             self.may_fail(&slots)?;
