@@ -101,20 +101,24 @@ fn start(
 ) -> anyhow::Result<Bench> {
     let begun = Instant::now();
     let sources = Sources::open(request)?;
-    let Chosen { dev, options, free, .. } = choose(request, &sources, None)?;
+    let fits = |base, free, fresh: &dyn Fn() -> DryRun| {
+        memory::planned(request, &sources, base, wishes, free, fresh).map(drop)
+    };
+    let Chosen { kind, dev, options, free, .. } = choose(request, &sources, None, &fits)?;
     let act = dev.info().act;
     let fresh = || DryRun::new(act);
     let plan = memory::planned(request, &sources, options, wishes, free, &fresh)?;
     // A device belongs to the thread that opened it.
     drop(dev);
-    let (of, options) = (request.clone(), plan.options);
+    let (of, options) = (LoadRequest { device: kind, ..request.clone() }, plan.options);
     let build = move || {
-        let Chosen { dev, .. } = choose(&of, &sources, Some(options.slots))?;
+        let Chosen { dev, .. } = choose(&of, &sources, Some(options.slots), &|_, _, _| Ok(()))?;
         build_with(dev, options, &sources, &of, &mut |_| ())
     };
     let service = serve(build, ServiceOptions { disk, ..ServiceOptions::default() })?;
     let vocab = service.info().vocab as u32;
-    let (request, started) = (request.clone(), begun.elapsed());
+    let request = LoadRequest { device: kind, ..request.clone() };
+    let started = begun.elapsed();
     Ok(Bench { service, plan, request, started, vocab })
 }
 

@@ -59,7 +59,7 @@ impl From<Kv> for KvDtype {
 /// What computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum DeviceKind {
-    /// The CPU, as long as CUDA is being tried out.
+    /// An NVIDIA card that can run the model, or else the CPU.
     #[default]
     Auto,
     /// The CPU.

@@ -44,7 +44,8 @@ impl Loader for Local {
         progress: &mut dyn FnMut(Progress<'_>),
     ) -> anyhow::Result<Loaded> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, options, free, .. } = choose(request, &sources, Some(1))?;
+        let Chosen { dev, options, free, .. } =
+            choose(request, &sources, Some(1), &in_conversation(request, &sources))?;
         let act = dev.info().act;
         let fresh = || DryRun::new(act);
         let plan = memory::conversation(request, &sources, options, free, &fresh)?;
@@ -91,14 +92,20 @@ impl Loader for Local {
         // The engine is built on a thread of its own, perhaps again after a failure; this one tells
         // how far it is.
         let builder = std::thread::spawn(move || {
-            let Chosen { dev, options: base, free, .. } = choose(&for_engine, &sources, None)?;
-            let act = dev.info().act;
             let wishes = Wishes {
                 context: None,
                 lanes: options.lanes,
                 cache: options.cache_memory,
                 max_memory: options.max_memory,
             };
+            let fits = |base, free, fresh: &dyn Fn() -> DryRun| {
+                memory::planned(&for_engine, &sources, base, &wishes, free, fresh).map(drop)
+            };
+            let Chosen { kind, dev, options: base, free, .. } =
+                choose(&for_engine, &sources, None, &fits)?;
+            // What is built, perhaps again after a failure, is what was planned.
+            let for_engine = LoadRequest { device: kind, ..for_engine };
+            let act = dev.info().act;
             let fresh = || DryRun::new(act);
             let plan = memory::planned(&for_engine, &sources, base, &wishes, free, &fresh)?;
             let disk = options.disk.as_ref().map(|disk| DiskOptions {
@@ -117,7 +124,7 @@ impl Loader for Local {
             };
             let build = move || {
                 let lanes = Some(plan.options.slots);
-                let Chosen { dev, .. } = choose(&for_engine, &sources, lanes)?;
+                let Chosen { dev, .. } = choose(&for_engine, &sources, lanes, &|_, _, _| Ok(()))?;
                 build_with(dev, plan.options, &sources, &for_engine, &mut |progress| {
                     // Nobody listens when it is built again.
                     let (done, total) = (progress.done_bytes, progress.total_bytes);
@@ -149,7 +156,8 @@ impl Loader for Local {
 
     fn inspect(&self, request: &LoadRequest) -> anyhow::Result<(Vec<Section>, TextSource)> {
         let sources = Sources::open(request)?;
-        let Chosen { dev, dry, options, free } = choose(request, &sources, None)?;
+        let Chosen { dev, dry, options, free, .. } =
+            choose(request, &sources, None, &in_conversation(request, &sources))?;
         let device = dev.info();
         let fresh = || DryRun::new(device.act);
         let plan = memory::conversation(request, &sources, options, free, &fresh);
@@ -192,6 +200,14 @@ impl Loader for Local {
     }
 }
 
+/// Whether a conversation with a model fits a device.
+fn in_conversation<'a>(
+    request: &'a LoadRequest,
+    sources: &'a Sources,
+) -> impl Fn(EngineOptions, Option<u64>, &dyn Fn() -> DryRun) -> anyhow::Result<()> + 'a {
+    |base, free, fresh| memory::conversation(request, sources, base, free, fresh).map(drop)
+}
+
 /// An engine whose ops can be timed, and how long it took to load.
 struct Measured {
     engine: Engine<Trace<Box<dyn Device>>>,
@@ -204,7 +220,8 @@ impl Measured {
         let request = &LoadRequest { always_draft: true, ..request.clone() };
         let sources = Sources::open(request)?;
         let begun = Instant::now();
-        let Chosen { dev, options, .. } = choose(request, &sources, Some(1))?;
+        let Chosen { dev, options, .. } =
+            choose(request, &sources, Some(1), &in_conversation(request, &sources))?;
         let ready = begun.elapsed();
         let begun = Instant::now();
         let mut traced = Trace::new(dev);

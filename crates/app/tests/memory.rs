@@ -20,7 +20,8 @@ mod linux {
     /// Runs the program; returns its report and its peak resident bytes.
     fn run(context: &str) -> (Value, u64) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_th-engine"));
-        command.args(["run", "--json", "--draft", "auto", "--temperature", "0", "--threads", "2"]);
+        command.args(["run", "--json", "--draft", "auto", "--temperature", "0"]);
+        command.args(["--device", "cpu", "--threads", "2"]);
         command.args(["--context", context, "--max-tokens", &TOKENS.to_string()]);
         command.args(["--prompt", "Write a long story about a lighthouse and its keeper."]);
         command.env_remove("TH_ENGINE_MODELS").env_remove("TH_ISA");

@@ -45,7 +45,12 @@ fn model() -> PathBuf {
 /// What the program says about the model.
 fn engine(command: &str, model: &Path, args: &[&str]) -> Value {
     let mut program = Command::new(env!("CARGO_BIN_EXE_th-engine"));
-    program.arg(command).arg(model).arg("--json").args(args).env_remove("TH_ISA");
+    program
+        .arg(command)
+        .arg(model)
+        .args(["--json", "--device", "cpu"])
+        .args(args)
+        .env_remove("TH_ISA");
     serde_json::from_str(&output(&mut program)).expect("one JSON object")
 }
 

@@ -65,7 +65,12 @@ impl Gpu {
             return Err(OpenError::NoDriver);
         }
         let failed = |what| move |e| OpenError::Driver { what, why: explain(e) };
-        result::init().map_err(failed("start"))?;
+        match result::init() {
+            Err(e) if e.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => {
+                return Err(OpenError::NoDevice { ordinal, count: 0 });
+            }
+            started => started.map_err(failed("start"))?,
+        }
         let count = result::device::get_count().map_err(failed("count its devices"))?;
         let count = usize::try_from(count).unwrap_or(0);
         let index = i32::try_from(ordinal).ok().filter(|_| ordinal < count);
