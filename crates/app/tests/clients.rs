@@ -53,7 +53,7 @@ impl Server {
             .arg(model)
             .arg("--draft")
             .arg(draft)
-            .args(["--port", "0", "--no-traces", "--lanes", "2"])
+            .args(["--device", "cpu", "--port", "0", "--no-traces", "--lanes", "2"])
             .args(["--served-model-name", MODEL, "--api-key", KEY])
             .args(more)
             .stderr(Stdio::piped())
