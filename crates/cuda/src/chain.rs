@@ -21,7 +21,7 @@ impl Chain {
 
     /// Takes one more stage in, if it fits.
     pub(crate) fn join(&mut self, launch: &Launch, kind: u32, args: &[u64]) -> bool {
-        let joined = self.launch.joined(launch).filter(|_| self.program.count < MOST_STAGES as u64);
+        let joined = self.launch.joined(self.program.count as usize, launch);
         if let Some(joined) = joined {
             self.launch = joined;
             self.push(kind, args);

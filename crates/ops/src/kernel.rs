@@ -187,11 +187,12 @@ impl Launch {
         Launch { stage: Some(kind), ..self }
     }
 
-    /// The launch of both, if they may join: this one's with the other's defines and the most shared
-    /// memory. The arguments stay this one's.
-    pub fn joined(&self, next: &Launch) -> Option<Launch> {
+    /// The launch of this one, which has `stages`, and the next, if they may join: this one's with the other's defines and the
+    /// most shared memory. The arguments stay this one's.
+    pub fn joined(&self, stages: usize, next: &Launch) -> Option<Launch> {
         let shape = |l: &Launch| (l.source, l.entry, l.grid, l.block, l.cluster);
-        if self.stage.is_none() || next.stage.is_none() || shape(self) != shape(next) {
+        let full = stages >= MOST_STAGES;
+        if full || self.stage.is_none() || next.stage.is_none() || shape(self) != shape(next) {
             return None;
         }
         let mut defines = self.defines;
@@ -243,15 +244,16 @@ mod tests {
     #[test]
     fn neighbours_join_unless_they_contradict() {
         let (a, b) = (stage(&[("WIDTH", 64)], 10), stage(&[("WIDTH", 64), ("ROWS", 8)], 5));
-        let both = a.joined(&b).expect("the same shape");
+        let both = a.joined(1, &b).expect("the same shape");
         assert_eq!(both.defines.as_slice(), [("WIDTH", 64), ("ROWS", 8)]);
         assert_eq!((both.shared, both.args), (10, a.args));
-        assert_eq!(b.joined(&a).map(|l| l.shared), Some(10));
+        assert_eq!(b.joined(1, &a).map(|l| l.shared), Some(10));
         // Another value, another shape, and a launch by itself.
-        assert_eq!(both.joined(&stage(&[("ROWS", 16)], 0)), None);
-        assert_eq!(a.joined(&Launch { block: 256, ..b }), None);
-        assert_eq!(a.joined(&Launch { stage: None, ..b }), None);
-        assert_eq!(Launch { stage: None, ..a }.joined(&b), None);
+        assert_eq!(both.joined(1, &stage(&[("ROWS", 16)], 0)), None);
+        assert_eq!(a.joined(MOST_STAGES, &b), None);
+        assert_eq!(a.joined(1, &Launch { block: 256, ..b }), None);
+        assert_eq!(a.joined(1, &Launch { stage: None, ..b }), None);
+        assert_eq!(Launch { stage: None, ..a }.joined(1, &b), None);
     }
 
     #[test]
@@ -261,7 +263,7 @@ mod tests {
             "R", "S", "T", "U", "V", "W", "X",
         ];
         let full = stage(&NAMES.map(|name| (name, 1)), 0);
-        assert!(full.joined(&stage(&[("X", 1)], 0)).is_some());
-        assert_eq!(full.joined(&stage(&[("Y", 1)], 0)), None);
+        assert!(full.joined(1, &stage(&[("X", 1)], 0)).is_some());
+        assert_eq!(full.joined(1, &stage(&[("Y", 1)], 0)), None);
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
-use crate::kernel::{Card, LIKE_ALONE, Launch, MOST_STAGES, Plan};
+use crate::kernel::{Card, LIKE_ALONE, Launch, Plan};
 use crate::{ActDtype, Buf, Cost, Op, TileOrder, Unsupported};
 
 /// What one kind of op adds up to.
@@ -72,8 +72,9 @@ impl DryRun {
             self.end_chain();
             return self.note(*launch);
         }
-        let joined = self.chain.filter(|(_, stages)| *stages < MOST_STAGES);
-        let joined = joined.and_then(|(chain, n)| Some((chain.joined(launch)?, n + 1)));
+        let join =
+            |(chain, stages): (Launch, usize)| Some((chain.joined(stages, launch)?, stages + 1));
+        let joined = self.chain.and_then(join);
         if joined.is_none() {
             self.end_chain();
         }
@@ -201,6 +202,7 @@ impl Device for DryRun {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::MOST_STAGES;
     use crate::{Act, Codes, Format, Linear, LinearPart, Pass, RmsNorm, ScaleDtype, Weight};
 
     const HOPPER: Card = Card { arch: 90, sms: 132, shared: 227 << 10 };
