@@ -84,6 +84,7 @@ impl<M: Machine> Core<M> {
     fn take_round(&mut self, slot: u32, round: Round, clock: Clock<'_>) {
         let in_flight = self.flight.contains(&slot);
         let Some(running) = &mut self.lanes[slot as usize] else { return };
+        running.proven = true;
         if running.phase == Phase::Over {
             // It ended while this round was on its way: the rows that it kept are dropped again.
             running.lane.uncommit(round.tokens().len() as u32);
