@@ -175,6 +175,12 @@ impl Pipeline {
         read + self.on_device(slot)
     }
 
+    /// Whether what a slot's next round takes can be timed: it was not read yet, and no round of others is before it.
+    pub(crate) fn is_next(&self, slot: u32) -> bool {
+        let read = self.read.iter().any(|(of, _)| *of == slot);
+        !read && (self.in_flight == 0 || self.on_device(slot) > 0)
+    }
+
     fn on_device(&self, slot: u32) -> usize {
         if self.places.iter().any(|place| place.slot == slot) { self.in_flight } else { 0 }
     }
@@ -457,4 +463,21 @@ fn begin<D: Device>(e: &mut Engine<D>, going: &[Going]) {
         p.clean = blocks;
     }
     p.spare = (std::mem::replace(&mut p.places, places), std::mem::replace(&mut p.steps, steps));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Pipeline, Place, Round};
+
+    #[test]
+    fn only_a_round_that_nothing_is_before_is_timed() {
+        let mut p = Pipeline::new(2, 4);
+        assert!(p.is_next(0) && p.is_next(1));
+        p.places.push(Place { slot: 0, row0: 0, rows: 1, logprobs: None, masked: false });
+        p.in_flight = 2;
+        assert!(p.is_next(0) && !p.is_next(1));
+        // Parked for another lane, it was waited for by that one.
+        (p.in_flight, p.read) = (0, [(0, Round::made(&[1], 0, false))].into());
+        assert!(!p.is_next(0) && p.is_next(1));
+    }
 }

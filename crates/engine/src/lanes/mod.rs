@@ -69,6 +69,8 @@ pub(crate) struct Core<M> {
     paces: Vec<Pace>,
     /// Lanes that draft in the rounds in flight.
     drafting: usize,
+    /// When a round came back last.
+    received: Duration,
     /// Since when the round that is received next counts.
     round_from: Option<Duration>,
     stats: ServiceStats,
@@ -100,6 +102,7 @@ impl<M: Machine> Core<M> {
             prefill_rate: Rate::default(),
             paces: (1..=limits.slots).map(Pace::of).collect(),
             drafting: 0,
+            received: Duration::ZERO,
             round_from: None,
             alone: (usize::MAX, 0, 0),
             stats: ServiceStats::default(),

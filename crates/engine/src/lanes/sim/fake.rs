@@ -65,6 +65,11 @@ pub(super) fn after(state: u64, token: u32) -> u64 {
     mix(state.wrapping_mul(31).wrapping_add(u64::from(token) + 1))
 }
 
+/// What the device takes for a round of so many lanes.
+pub(super) fn round_time(lanes: usize) -> Duration {
+    Duration::from_micros(3000 + 500 * lanes as u64)
+}
+
 /// The token that follows a text.
 pub(super) fn answer(state: u64) -> u32 {
     (state >> 20) as u32 % VOCAB as u32
@@ -129,7 +134,8 @@ pub(super) struct Fake {
     saved: Vec<u64>,
     before: Before,
     flight: Vec<u32>,
-    rounds: VecDeque<HashMap<u32, Round>>,
+    /// With when the device is done.
+    rounds: VecDeque<(HashMap<u32, Round>, Duration)>,
     lost: bool,
     /// Something failed that nobody waited for: whoever waits next is told, and until then nothing is done.
     failed: bool,
@@ -434,18 +440,21 @@ impl Machine for Fake {
                 masker.masks(g.lane.slot, &[1, 2], &mut [0; 3 * VOCAB.div_ceil(32)]);
             }
             let round = slots.iter().map(|&slot| (slot, self.one(slot))).collect();
-            self.rounds.push_back(round);
+            // It computes while the host does other things.
+            let begins = self.rounds.back().map_or(self.clock.now(), |(_, ends)| *ends);
+            let ends = begins.max(self.clock.now()) + round_time(slots.len());
+            self.rounds.push_back((round, ends));
         }
         Ok(())
     }
 
     fn receive(&mut self, lane: &mut Lane) -> Result<Round, EngineError> {
-        let first = self.rounds.front().is_some_and(|round| round.len() == self.flight.len());
-        if first {
-            self.spend(3000 + 500 * self.flight.len() as u64);
+        let (round, ends) = self.rounds.front().expect("a round in flight");
+        if round.len() == self.flight.len() {
+            self.spend(ends.saturating_sub(self.clock.now()).as_micros() as u64);
             self.may_fail(&self.flight.clone())?;
         }
-        let oldest = self.rounds.front_mut().expect("a round in flight");
+        let (oldest, _) = self.rounds.front_mut().expect("a round in flight");
         let round = oldest.remove(&lane.slot).expect("a round of this lane");
         if oldest.is_empty() {
             self.rounds.pop_front();
