@@ -118,6 +118,8 @@ pub(crate) struct Pipeline {
     places: Vec<Place>,
     /// How many of them draft on the device: the first.
     drafted: usize,
+    /// Whether the draft's cache goes along, also where none drafts.
+    followed: bool,
     in_flight: usize,
     /// What was read and not handed over yet.
     read: VecDeque<(u32, Round)>,
@@ -211,7 +213,8 @@ impl Pipeline {
         let lanes = shape.lanes;
         let words = [lanes.rows as u64, lanes.max_rows as u64, shape.drafted as u64];
         let key = words.iter().fold(lanes.count as u64, |key, word| key << 13 | word);
-        key << 4 | u64::from(shape.masked) << 3 | u64::from(shape.likeliest) << 2 | part
+        let flags = [self.followed, shape.masked, shape.likeliest];
+        flags.iter().fold(key, |key, &flag| key << 1 | u64::from(flag)) << 1 | part
     }
 }
 
@@ -409,7 +412,7 @@ fn begin<D: Device>(e: &mut Engine<D>, going: &[Going]) {
     steps.clear();
     p.ids.clear();
     let mut written = 0;
-    p.drafted = 0;
+    (p.drafted, p.followed) = (0, draft.is_some() && matches!(drafter, Drafter::DFlash));
     let proposes = !matches!(drafter, Drafter::None);
     let drafts = |g: &Going| g.draft && proposes;
     let ordered = going.iter().filter(|g| drafts(g)).chain(going.iter().filter(|g| !drafts(g)));
