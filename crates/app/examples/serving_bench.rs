@@ -296,15 +296,19 @@ fn peak(bench: &Bench) -> anyhow::Result<()> {
     let length = bench.documents().get(1).copied().unwrap_or(DOCUMENTS[0]);
     let (over, options) = (Arc::new(AtomicBool::new(false)), bench.request.cuda.clone());
     let until = Arc::clone(&over);
+    let (ready, reads) = channel();
     let meter = std::thread::spawn(move || {
         let card = Cuda::open(&options)?;
         let mut most = 0;
+        let _ = ready.send(());
         while !until.load(Ordering::Relaxed) {
             most = most.max(card.used_memory().unwrap_or(0));
             sleep(Duration::from_millis(1));
         }
         anyhow::Ok(most)
     });
+    // A card that can't be opened is told of below.
+    let _ = reads.recv();
     bench.ask(&bench.tokens(600, length), Vec::new(), 8)?;
     over.store(true, Ordering::Relaxed);
     let most = meter.join().map_err(|_| anyhow::anyhow!("the meter panicked"))??;
@@ -329,7 +333,8 @@ fn peak(bench: &Bench) -> anyhow::Result<()> {
 
 fn rates(bench: &Bench) -> anyhow::Result<()> {
     println!("\n## Tokens a second of all lanes together: median (least to most)\n");
-    println!("| lanes | drafting | of one lane | not drafting | of one lane |");
+    let drafting = if bench.request.always_draft { "drafting" } else { "drafting while that pays" };
+    println!("| lanes | {drafting} | of one lane | not drafting | of one lane |");
     println!("|---|---|---|---|---|");
     let most = bench.plan.options.context.min(2048) - 64;
     let mut alone = [0.0; 2];

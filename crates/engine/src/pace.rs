@@ -108,6 +108,12 @@ impl Pace {
         }
     }
 
+    /// What a round of a kind takes.
+    #[cfg(test)]
+    pub(crate) fn seconds(&self, drafted: bool) -> f64 {
+        if drafted { self.drafted.value } else { self.plain.value }
+    }
+
     /// Tokens a second of either kind.
     fn rate(&self, drafted: bool) -> f64 {
         if drafted { self.tokens.value / self.drafted.value } else { 1.0 / self.plain.value }

@@ -118,6 +118,8 @@ pub(crate) struct Pipeline {
     places: Vec<Place>,
     /// How many of them draft on the device: the first.
     drafted: usize,
+    /// Whether the draft's cache goes along, also where none drafts.
+    followed: bool,
     in_flight: usize,
     /// What was read and not handed over yet.
     read: VecDeque<(u32, Round)>,
@@ -175,6 +177,12 @@ impl Pipeline {
         read + self.on_device(slot)
     }
 
+    /// Whether what a slot's next round takes can be timed: it was not read yet, and no round of others is before it.
+    pub(crate) fn is_next(&self, slot: u32) -> bool {
+        let read = self.read.iter().any(|(of, _)| *of == slot);
+        !read && (self.in_flight == 0 || self.on_device(slot) > 0)
+    }
+
     fn on_device(&self, slot: u32) -> usize {
         if self.places.iter().any(|place| place.slot == slot) { self.in_flight } else { 0 }
     }
@@ -205,7 +213,8 @@ impl Pipeline {
         let lanes = shape.lanes;
         let words = [lanes.rows as u64, lanes.max_rows as u64, shape.drafted as u64];
         let key = words.iter().fold(lanes.count as u64, |key, word| key << 13 | word);
-        key << 4 | u64::from(shape.masked) << 3 | u64::from(shape.likeliest) << 2 | part
+        let flags = [self.followed, shape.masked, shape.likeliest];
+        flags.iter().fold(key, |key, &flag| key << 1 | u64::from(flag)) << 1 | part
     }
 }
 
@@ -403,7 +412,7 @@ fn begin<D: Device>(e: &mut Engine<D>, going: &[Going]) {
     steps.clear();
     p.ids.clear();
     let mut written = 0;
-    p.drafted = 0;
+    (p.drafted, p.followed) = (0, draft.is_some() && matches!(drafter, Drafter::DFlash));
     let proposes = !matches!(drafter, Drafter::None);
     let drafts = |g: &Going| g.draft && proposes;
     let ordered = going.iter().filter(|g| drafts(g)).chain(going.iter().filter(|g| !drafts(g)));
@@ -457,4 +466,21 @@ fn begin<D: Device>(e: &mut Engine<D>, going: &[Going]) {
         p.clean = blocks;
     }
     p.spare = (std::mem::replace(&mut p.places, places), std::mem::replace(&mut p.steps, steps));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Pipeline, Place, Round};
+
+    #[test]
+    fn only_a_round_that_nothing_is_before_is_timed() {
+        let mut p = Pipeline::new(2, 4);
+        assert!(p.is_next(0) && p.is_next(1));
+        p.places.push(Place { slot: 0, row0: 0, rows: 1, logprobs: None, masked: false });
+        p.in_flight = 2;
+        assert!(p.is_next(0) && !p.is_next(1));
+        // Parked for another lane, it was waited for by that one.
+        (p.in_flight, p.read) = (0, [(0, Round::made(&[1], 0, false))].into());
+        assert!(!p.is_next(0) && p.is_next(1));
+    }
 }

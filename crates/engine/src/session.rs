@@ -94,6 +94,8 @@ pub struct Session {
     pace: Pace,
     /// Whether the rounds in flight draft.
     drafting: bool,
+    /// When a round came back last.
+    received: Instant,
 }
 
 impl Session {
@@ -110,6 +112,7 @@ impl Session {
             stats: Stats::default(),
             pace: Pace::of(1),
             drafting: false,
+            received: Instant::now(),
         }
     }
 
@@ -190,7 +193,11 @@ impl Session {
         let adapts = engine.adapts() && request.sampler.may_adapt();
         let draft = !adapts || self.pace.drafts();
         // Rounds of one kind first end, then the other kind begins.
-        let goes_on = engine.in_flight(self.lane.slot) == 0 || draft == self.drafting;
+        let begins = engine.in_flight(self.lane.slot) == 0;
+        let goes_on = begins || draft == self.drafting;
+        // What is in flight was computed since the round before it came back, whatever the caller did meanwhile.
+        let since = if begins { start } else { self.received };
+        let timed = adapts && goes_on && engine.pipeline.is_next(self.lane.slot);
         let submitted = if goes_on {
             self.drafting = draft;
             engine.submit(&[Going::new(self.lane, self.anchor, draft)], depth, &mut Unmasked)
@@ -212,11 +219,12 @@ impl Session {
             return Ok((&[], Some(FinishReason::Context)));
         }
         let stats = &mut self.stats;
-        let took = start.elapsed();
-        if adapts && goes_on {
+        self.received = Instant::now();
+        if timed {
+            let took = self.received.duration_since(since);
             self.pace.took(round.proposed > 0, took.as_secs_f64(), emitted.len() as f64);
         }
-        stats.decode += took;
+        stats.decode += self.received.duration_since(start);
         stats.rounds += 1;
         stats.proposed += round.proposed;
         stats.accepted += emitted.len() - 1;

@@ -2,9 +2,11 @@
 
 mod common;
 
-use common::{With, answer, engine, engine_with, greedy, prompts, request, sampler};
-use engine::{Engine, EngineOptions, FinishReason, SamplingOptions, Session};
+use common::faulty::{Faulty, Wrong};
+use common::{With, answer, engine, engine_on, engine_with, greedy, prompts, request, sampler};
+use engine::{Drafter, Engine, EngineOptions, FinishReason, SamplingOptions, Session};
 use ops::Host;
+use ops::simd::Isa;
 
 fn ahead(with: With, context: usize, slots: usize) -> Engine<Host> {
     engine_with(with, EngineOptions { context, slots, ahead: true, ..EngineOptions::default() })
@@ -144,5 +146,21 @@ fn two_sessions_may_take_turns() {
     for (text, prompt) in texts.iter().zip(&prompts) {
         let (want, _) = answer(&mut alone, &mut Session::new(0), request(prompt, 30, seeded()));
         assert_eq!(*text, want);
+    }
+}
+
+/// A plain round of an engine that drafts takes its draft along, one of an engine that doesn't has none.
+#[test]
+fn recordings_tell_sequences_apart() {
+    let dev = Faulty::new(Host::new(Isa::detect(), 2), Wrong::nothing());
+    let options =
+        EngineOptions { context: 1024, ahead: true, adapt: true, ..EngineOptions::default() };
+    let mut e = engine_on(dev, With::DFlash, options).expect("memory");
+    for drafter in [Drafter::DFlash, Drafter::None] {
+        e.set_drafter(drafter);
+        let mut session = Session::new(0);
+        session.begin(&mut e, request(&prompts(2)[1], 40, greedy()), &|| false).expect("a prompt");
+        // The first rounds try both kinds.
+        while session.next(&mut e).expect("a round").1.is_none() {}
     }
 }

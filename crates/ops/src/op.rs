@@ -199,6 +199,14 @@ pub struct Rounded {
     pub within: f32,
 }
 
+impl Rounded {
+    /// Whether a card may have this. A bound without an end bounds nothing.
+    pub(crate) fn allows(self, got: f32) -> bool {
+        let Rounded { want, within } = self;
+        (within.is_finite() && (want - got).abs() <= within) || (want.is_nan() && got.is_nan())
+    }
+}
+
 /// A geometry that an op can't compute, found before anything runs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: {what} (supported: {limit})")]
@@ -261,5 +269,19 @@ pub trait Op: Debug {
     /// The implementation that `host` picks on this machine, for reports.
     fn route(&self, cpu: &Cpu) -> &'static str {
         cpu.isa.name()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Rounded;
+
+    #[test]
+    fn a_bound_must_bound() {
+        let allows = |want, within, got| Rounded { want, within }.allows(got);
+        assert!(allows(1.0, 0.5, 1.5) && allows(f32::NAN, f32::NAN, f32::NAN));
+        assert!(!allows(1.0, 0.5, 1.75) && !allows(1.0, 0.5, f32::NAN));
+        assert!(!allows(f32::NAN, 0.5, 1.0) && !allows(1.0, f32::NAN, 1.5));
+        assert!(!allows(1.0, f32::INFINITY, 1.5), "scores so large that weights may be anything");
     }
 }

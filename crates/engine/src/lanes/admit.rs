@@ -6,7 +6,7 @@ use model::Lane;
 use ops::PAGE_TOKENS;
 
 use super::job::{Job, Phase, Running};
-use super::{Clock, Core, Lost, Machine};
+use super::{Clock, Core, Machine};
 use crate::cache::{Found, Hit};
 use crate::sampler::Bounds;
 use crate::scheduler::{self, Candidate};
@@ -21,7 +21,7 @@ struct Beginning {
 
 impl<M: Machine> Core<M> {
     /// Gives waiting jobs lanes, as many as there are lanes and pages for. Returns whether any got one.
-    pub(super) fn admit(&mut self, clock: Clock<'_>) -> Result<bool, Lost> {
+    pub(super) fn admit(&mut self, clock: Clock<'_>) -> bool {
         let mut any = false;
         self.lanes.iter_mut().flatten().for_each(|running| running.lent = None);
         while let Some(slot) = self.lanes.iter().position(Option::is_none) {
@@ -33,10 +33,10 @@ impl<M: Machine> Core<M> {
             let passed = self.waiting.iter_mut();
             let passed = passed.filter(|other| scheduler::overtakes(&chosen, &other.candidate(0)));
             passed.for_each(|other| other.overtaken += 1);
-            self.place(slot as u32, job, found, beginning, clock)?;
+            self.place(slot as u32, job, found, beginning, clock);
             any = true;
         }
-        Ok(any)
+        any
     }
 
     /// The job that goes next, and what the cache has for it. Jobs that wait for a lane which computes
@@ -140,17 +140,17 @@ impl<M: Machine> Core<M> {
         found: Found,
         beginning: Beginning,
         clock: Clock<'_>,
-    ) -> Result<(), Lost> {
+    ) {
         let Beginning { pages, restore } = beginning;
         self.machine.set_pages(slot, &pages);
         let hit = restore.map(|(hit, ..)| hit);
-        let mut outcome = Ok(Lane::new(slot));
+        let mut lane = Lane::new(slot);
         match restore {
             Some((hit, snapshot, copy)) => {
                 if let Some((from, to)) = copy {
                     self.machine.copy_page(from, to);
                 }
-                outcome = self.machine.restore(snapshot, slot, hit.len as u32);
+                lane = self.machine.restore(snapshot, slot, hit.len as u32);
             }
             None => self.machine.clear(slot),
         }
@@ -176,7 +176,6 @@ impl<M: Machine> Core<M> {
         job.overtaken = 0;
         let mut text = Vec::with_capacity(job.request.prompt.len() + 64);
         text.extend_from_slice(&job.request.prompt);
-        let lane = outcome.as_ref().map_or(Lane::new(slot), |lane| *lane);
         // Whoever goes on inside a page computes in other pieces than a prompt that found nothing, so
         // only full pages count as exact from there.
         let exact_until = hit.map_or(0, |hit| {
@@ -198,16 +197,11 @@ impl<M: Machine> Core<M> {
             proposed: 0,
             accepted: 0,
             spoilt: false,
+            proven: false,
             broken: None,
             lent: None,
         });
-        match outcome {
-            Err(error) => self.lanes_failed(&[slot], error),
-            Ok(_) => {
-                self.begin_decoding(slot, admitted);
-                Ok(())
-            }
-        }
+        self.begin_decoding(slot, admitted);
     }
 
     /// Where to take checkpoints while a prompt is computed, descending: on a grid, where prompts may go
@@ -245,7 +239,7 @@ impl<M: Machine> Core<M> {
             masked: request.constraint.is_some(),
         };
         self.machine.start(slot, &request.prompt, &request.sampler, &bounds);
-        running.phase = Phase::Decode;
+        (running.phase, running.proven) = (Phase::Decode, false);
         running.prefilled = now;
         if running.job.request.max_tokens == 0 {
             self.end(slot, Finish::Length, None, now);

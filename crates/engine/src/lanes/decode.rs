@@ -39,6 +39,8 @@ impl<M: Machine> Core<M> {
         }
         self.drafting = drafting;
         let begun = clock();
+        // What is in flight was computed since the round before it came back, whatever the host did meanwhile.
+        let since = if self.flight.is_empty() { begun } else { self.received };
         self.round_from = Some(begun);
         let submitted = self.machine.submit(&going, depth, &mut Constraints(&mut self.lanes));
         if let Err(error) = submitted {
@@ -46,11 +48,11 @@ impl<M: Machine> Core<M> {
         }
         self.machine.flight(&mut self.flight);
         let tokens = self.receive(clock)?;
-        let took = clock().saturating_sub(begun);
-        self.turns.decoded(took);
+        self.turns.decoded(clock().saturating_sub(begun));
         // Rounds of both kinds of lanes at once say nothing about either.
         if adapts && tokens > 0 && drafting.is_multiple_of(going.len()) {
             let tokens = tokens as f64 / going.len() as f64;
+            let took = self.received.saturating_sub(since);
             self.paces[slots.len() - 1].took(drafting > 0, took.as_secs_f64(), tokens);
         }
         Ok(())
@@ -69,7 +71,7 @@ impl<M: Machine> Core<M> {
             }
         }
         let now = clock();
-        self.failures = 0;
+        (self.failures, self.received) = (0, now);
         self.stats.rounds += 1;
         self.stats.round_time += now.saturating_sub(begun);
         let tokens = rounds.iter().map(|(_, round)| round.tokens().len()).sum();
@@ -84,6 +86,7 @@ impl<M: Machine> Core<M> {
     fn take_round(&mut self, slot: u32, round: Round, clock: Clock<'_>) {
         let in_flight = self.flight.contains(&slot);
         let Some(running) = &mut self.lanes[slot as usize] else { return };
+        running.proven = true;
         if running.phase == Phase::Over {
             // It ended while this round was on its way: the rows that it kept are dropped again.
             running.lane.uncommit(round.tokens().len() as u32);

@@ -97,6 +97,8 @@ pub(crate) struct Running {
     pub(crate) accepted: usize,
     /// The lane holds tokens that the text does not.
     pub(crate) spoilt: bool,
+    /// Since the lane was made ready for its phase, a pass of it has come back: what was written for it is there.
+    pub(crate) proven: bool,
     /// What its constraint complained of.
     pub(crate) broken: Option<String>,
     /// The priority of the most important job that waits for what this one computes.

@@ -48,7 +48,8 @@ pub(crate) trait Machine {
     fn clear(&mut self, slot: u32);
     /// Keeps what a lane without rounds in flight remembers besides its pages.
     fn save(&mut self, lane: &mut Lane, snapshot: u32) -> Result<(), EngineError>;
-    fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Result<Lane, EngineError>;
+    /// Makes a slot go on from a kept state. Nobody waits for it.
+    fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Lane;
     /// Runs tokens into a lane's cache in one pass. No rounds may be in flight.
     fn prefill(&mut self, lane: &mut Lane, tokens: &[u32]) -> Result<(), EngineError>;
     /// Prepares a slot for an answer.
@@ -123,8 +124,8 @@ impl<D: Device> Machine for Engine<D> {
         Engine::save(self, lane, snapshot)
     }
 
-    fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Result<Lane, EngineError> {
-        Ok(Engine::restore(self, snapshot, slot, pos))
+    fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Lane {
+        Engine::restore(self, snapshot, slot, pos)
     }
 
     fn prefill(&mut self, lane: &mut Lane, tokens: &[u32]) -> Result<(), EngineError> {

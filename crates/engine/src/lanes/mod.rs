@@ -69,6 +69,8 @@ pub(crate) struct Core<M> {
     paces: Vec<Pace>,
     /// Lanes that draft in the rounds in flight.
     drafting: usize,
+    /// When a round came back last.
+    received: Duration,
     /// Since when the round that is received next counts.
     round_from: Option<Duration>,
     stats: ServiceStats,
@@ -100,6 +102,7 @@ impl<M: Machine> Core<M> {
             prefill_rate: Rate::default(),
             paces: (1..=limits.slots).map(Pace::of).collect(),
             drafting: 0,
+            received: Duration::ZERO,
             round_from: None,
             alone: (usize::MAX, 0, 0),
             stats: ServiceStats::default(),
@@ -185,7 +188,7 @@ impl<M: Machine> Core<M> {
         self.expire(clock());
         self.machine.flight(&mut self.flight);
         let arrives = self.poll_disk()?;
-        if self.retire(clock)? | self.admit(clock)? {
+        if self.retire(clock)? | self.admit(clock) {
             // Whoever asks to come in sees at once that there is room.
             return Ok(true);
         }
@@ -394,6 +397,7 @@ impl<M: Machine> Core<M> {
         self.stats.prefill_passes += 1;
         self.stats.prefill_time += took;
         let Some(running) = &mut self.lanes[slot as usize] else { return Ok(()) };
+        running.proven = true;
         if running.exact_until == pos {
             running.exact_until = pos + rows;
         }
@@ -449,13 +453,17 @@ impl<M: Machine> Core<M> {
     }
 
     /// Something failed. Rounds in flight are void, whoever's they are, and the device may have moved
-    /// their lanes or not: these fail as well.
+    /// their lanes or not: these fail as well. So do lanes of which no pass has come back yet, and what is on its way
+    /// from disk: it may be what was written for them that failed.
     pub(super) fn note_failure(&mut self, error: EngineError) -> Result<(), Lost> {
         self.failures += 1;
         self.round_from = None;
-        for slot in std::mem::take(&mut self.flight) {
+        let unproven = self.lanes.iter().flatten().filter(|running| !running.proven);
+        let void: Vec<u32> = unproven.map(|running| running.lane.slot).collect();
+        for slot in std::mem::take(&mut self.flight).into_iter().chain(void) {
             self.fail(slot, told(&error));
         }
+        self.drop_arriving();
         if self.failures >= FAILURES || self.machine.probe().is_err() {
             return Err(Lost(error));
         }

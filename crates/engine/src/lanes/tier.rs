@@ -173,6 +173,15 @@ impl<M: Machine> Core<M> {
         synced.or_else(|error| self.note_failure(error))
     }
 
+    /// What is arriving does so no more; whoever waits for it goes on without.
+    pub(super) fn drop_arriving(&mut self) {
+        let arriving = self.tier.as_mut().and_then(|tier| tier.arriving.take());
+        let Some(Arriving { key, own, snapshot, .. }) = arriving else { return };
+        self.cache.give_back(snapshot);
+        own.into_iter().for_each(|page| self.pages.release(page));
+        self.arrived(key);
+    }
+
     /// Pages of what is arriving.
     #[cfg(test)]
     pub(super) fn arriving_pages(&self) -> Vec<u32> {

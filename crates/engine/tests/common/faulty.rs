@@ -1,5 +1,7 @@
 //! A device that fails when it is told to.
 
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
@@ -33,12 +35,15 @@ pub struct Faulty {
     pub inner: Host,
     pub wrong: Arc<Wrong>,
     failed: Option<DeviceError>,
+    /// What was replayed by key, and what is noted of a sequence now.
+    replayed: HashMap<u64, u64>,
+    noted: Option<DefaultHasher>,
 }
 
 impl Faulty {
     pub fn new(inner: Host, wrong: Arc<Wrong>) -> Faulty {
         wrong.lost.store(false, Ordering::SeqCst);
-        Faulty { inner, wrong, failed: None }
+        Faulty { inner, wrong, failed: None, replayed: HashMap::new(), noted: None }
     }
 
     fn error(&mut self) -> Option<DeviceError> {
@@ -91,10 +96,16 @@ impl Device for Faulty {
             let why = "as asked for".to_owned();
             self.failed = Some(DeviceError::Op { op: op.name(), why });
         }
+        if let Some(noted) = &mut self.noted {
+            format!("{op:?}").hash(noted);
+        }
         self.inner.run(op);
     }
 
     fn publish(&mut self, buf: Buf) {
+        if let Some(noted) = &mut self.noted {
+            buf.hash(noted);
+        }
         self.inner.publish(buf);
     }
 
@@ -107,8 +118,13 @@ impl Device for Faulty {
         self.inner.receive(out)
     }
 
-    fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+    /// A device that records would do again what it did first.
+    fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
+        self.noted = Some(DefaultHasher::new());
         body(self);
+        let noted = self.noted.take().map(|noted| noted.finish());
+        let first = self.replayed.entry(key).or_insert(noted.unwrap_or_default());
+        assert_eq!(Some(*first), noted, "another sequence has key {key:#x}");
     }
 
     fn stamp(&mut self) {}

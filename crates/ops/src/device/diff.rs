@@ -268,15 +268,14 @@ impl Outputs<'_> {
     /// Elements that `b` may have rounded: floats, or those of activation rows.
     fn rounded(&self, rounded: &[Rounded], act: Option<Act>) -> Option<Mismatch> {
         let place = |i: usize| act.map_or(4 * i, |act| spot(&act, i));
-        rounded.iter().enumerate().find_map(|(i, &Rounded { want, within })| {
+        rounded.iter().enumerate().find_map(|(i, may)| {
             let at = place(i)..place(i) + 4;
             if !self.differs(at.clone()) || !self.wrote(at.clone()) {
                 return None;
             }
-            let got = f32_of(&self.after[1][at]);
-            let close = (want - got).abs() <= within || (want.is_nan() && got.is_nan());
-            let (want, got, bound) = (f64::from(want), f64::from(got), f64::from(within));
-            (!close).then(|| Mismatch { element: format!("[{i}]"), want, got, bound })
+            let has = f32_of(&self.after[1][at]);
+            let [want, got, bound] = [may.want, has, may.within].map(f64::from);
+            (!may.allows(has)).then(|| Mismatch { element: format!("[{i}]"), want, got, bound })
         })
     }
 

@@ -467,7 +467,7 @@ fn assert_rounded(label: &str, want: &[Rounded], got: &Outcome) {
     };
     for (i, (&Rounded { want, within }, &got)) in want.iter().zip(&got.values).enumerate() {
         let within = within + once_more * (want.abs() + within);
-        let close = (want - got).abs() <= within;
+        let close = Rounded { want, within }.allows(got);
         assert!(close, "{label}: `out`[{i}] want {want} got {got}, within {within}");
     }
 }

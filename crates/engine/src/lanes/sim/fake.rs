@@ -65,6 +65,11 @@ pub(super) fn after(state: u64, token: u32) -> u64 {
     mix(state.wrapping_mul(31).wrapping_add(u64::from(token) + 1))
 }
 
+/// What the device takes for a round of so many lanes.
+pub(super) fn round_time(lanes: usize) -> Duration {
+    Duration::from_micros(3000 + 500 * lanes as u64)
+}
+
 /// The token that follows a text.
 pub(super) fn answer(state: u64) -> u32 {
     (state >> 20) as u32 % VOCAB as u32
@@ -129,8 +134,11 @@ pub(super) struct Fake {
     saved: Vec<u64>,
     before: Before,
     flight: Vec<u32>,
-    rounds: VecDeque<HashMap<u32, Round>>,
+    /// With when the device is done.
+    rounds: VecDeque<(HashMap<u32, Round>, Duration)>,
     lost: bool,
+    /// Something failed that nobody waited for: whoever waits next is told, and until then nothing is done.
+    failed: bool,
     /// The first thing that was not as it had to be.
     pub(super) wrong: Option<String>,
     /// Pages written since somebody set this to 0.
@@ -150,6 +158,7 @@ impl Fake {
             flight: Vec::new(),
             rounds: VecDeque::new(),
             lost: false,
+            failed: false,
             wrong: None,
             written: 0,
             limits,
@@ -188,11 +197,18 @@ impl Fake {
         self.wrong.get_or_insert_with(wrong);
     }
 
+    /// Whether what was asked for is not done.
+    fn breaks(&mut self) -> bool {
+        self.failed |= self.random.one_in(self.faults.fails);
+        self.failed
+    }
+
     /// Fails now and then; then the slots that took part hold nothing of use.
     fn may_fail(&mut self, slots: &[u32]) -> Result<(), EngineError> {
-        if !self.random.one_in(self.faults.fails) {
+        if !self.breaks() {
             return Ok(());
         }
+        self.failed = false;
         for &slot in slots {
             self.slots[slot as usize].state = self.random.next();
         }
@@ -215,9 +231,9 @@ impl Fake {
         // Every position that the next rows will see.
         let mut at = state;
         for pos in (0..lane.pos as usize).rev() {
-            let page = self.slots[lane.slot as usize].table[pos / PAGE_TOKENS];
-            let held = self.pages[page as usize][pos % PAGE_TOKENS];
-            if held != at {
+            let page = self.slots[lane.slot as usize].table.get(pos / PAGE_TOKENS);
+            let held = page.map(|&page| self.pages[page as usize][pos % PAGE_TOKENS]);
+            if held != Some(at) {
                 let (slot, end) = (lane.slot, lane.pos);
                 self.note(|| format!("slot {slot} at {end} sees another text's position {pos}"));
                 break;
@@ -229,8 +245,10 @@ impl Fake {
     }
 
     fn write(&mut self, slot: u32, pos: usize, value: u64) {
-        let page = self.slots[slot as usize].table[pos / PAGE_TOKENS];
-        self.pages[page as usize][pos % PAGE_TOKENS] = value;
+        match self.slots[slot as usize].table.get(pos / PAGE_TOKENS) {
+            Some(&page) => self.pages[page as usize][pos % PAGE_TOKENS] = value,
+            None => self.note(|| format!("slot {slot} has no page for {pos}")),
+        }
     }
 
     fn extend(&mut self, state: u64, token: u32) -> u64 {
@@ -292,11 +310,13 @@ impl Machine for Fake {
     }
 
     fn set_pages(&mut self, slot: u32, pages: &[u32]) {
-        self.slots[slot as usize].table = pages.to_vec();
+        if !self.breaks() {
+            self.slots[slot as usize].table = pages.to_vec();
+        }
     }
 
     fn copy_page(&mut self, from: u32, to: u32) {
-        if !self.faults.forgets_copies {
+        if !self.breaks() && !self.faults.forgets_copies {
             self.pages[to as usize] = self.pages[from as usize];
         }
     }
@@ -308,6 +328,9 @@ impl Machine for Fake {
     fn write_page(&mut self, page: u32, bytes: &[u8]) {
         self.spend(2_000);
         self.written += 1;
+        if self.breaks() {
+            return;
+        }
         bytemuck::bytes_of_mut(&mut self.pages[page as usize]).copy_from_slice(bytes);
     }
 
@@ -317,7 +340,9 @@ impl Machine for Fake {
 
     fn write_snapshot(&mut self, snapshot: u32, bytes: &[u8]) {
         let state = bytes.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        self.saved[snapshot as usize] = state;
+        if !self.breaks() {
+            self.saved[snapshot as usize] = state;
+        }
     }
 
     fn sync(&mut self) -> Result<(), EngineError> {
@@ -325,7 +350,9 @@ impl Machine for Fake {
     }
 
     fn clear(&mut self, slot: u32) {
-        self.slots[slot as usize].state = 0;
+        if !self.breaks() {
+            self.slots[slot as usize].state = 0;
+        }
     }
 
     fn save(&mut self, lane: &mut Lane, snapshot: u32) -> Result<(), EngineError> {
@@ -343,14 +370,15 @@ impl Machine for Fake {
         Ok(())
     }
 
-    fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Result<Lane, EngineError> {
+    fn restore(&mut self, snapshot: u32, slot: u32, pos: u32) -> Lane {
         self.spend(200);
-        self.may_fail(&[slot])?;
-        self.slots[slot as usize].state = self.saved[snapshot as usize];
+        if !self.breaks() {
+            self.slots[slot as usize].state = self.saved[snapshot as usize];
+        }
         if self.faults.spoils_snapshots {
             self.saved[snapshot as usize] ^= 1;
         }
-        Ok(Lane { pos, ..Lane::new(slot) })
+        Lane { pos, ..Lane::new(slot) }
     }
 
     fn prefill(&mut self, lane: &mut Lane, tokens: &[u32]) -> Result<(), EngineError> {
@@ -370,6 +398,9 @@ impl Machine for Fake {
     }
 
     fn start(&mut self, slot: u32, _: &[u32], _: &Sampler, bounds: &Bounds<'_>) {
+        if self.breaks() {
+            return;
+        }
         let s = &mut self.slots[slot as usize];
         (s.end, s.stops) =
             (bounds.end, bounds.stops.iter().take(ops::MAX_STOPS).copied().collect());
@@ -409,18 +440,21 @@ impl Machine for Fake {
                 masker.masks(g.lane.slot, &[1, 2], &mut [0; 3 * VOCAB.div_ceil(32)]);
             }
             let round = slots.iter().map(|&slot| (slot, self.one(slot))).collect();
-            self.rounds.push_back(round);
+            // It computes while the host does other things.
+            let begins = self.rounds.back().map_or(self.clock.now(), |(_, ends)| *ends);
+            let ends = begins.max(self.clock.now()) + round_time(slots.len());
+            self.rounds.push_back((round, ends));
         }
         Ok(())
     }
 
     fn receive(&mut self, lane: &mut Lane) -> Result<Round, EngineError> {
-        let first = self.rounds.front().is_some_and(|round| round.len() == self.flight.len());
-        if first {
-            self.spend(3000 + 500 * self.flight.len() as u64);
+        let (round, ends) = self.rounds.front().expect("a round in flight");
+        if round.len() == self.flight.len() {
+            self.spend(ends.saturating_sub(self.clock.now()).as_micros() as u64);
             self.may_fail(&self.flight.clone())?;
         }
-        let oldest = self.rounds.front_mut().expect("a round in flight");
+        let (oldest, _) = self.rounds.front_mut().expect("a round in flight");
         let round = oldest.remove(&lane.slot).expect("a round of this lane");
         if oldest.is_empty() {
             self.rounds.pop_front();
@@ -433,7 +467,7 @@ impl Machine for Fake {
     }
 
     fn probe(&mut self) -> Result<(), EngineError> {
-        (self.flight, self.rounds) = (Vec::new(), VecDeque::new());
+        (self.flight, self.rounds, self.failed) = (Vec::new(), VecDeque::new(), false);
         if self.lost {
             return Err(DeviceError::Op { op: "fake", why: "lost".to_owned() }.into());
         }

@@ -41,6 +41,8 @@ enum Sabotage {
     ForgetsWhoDecodes,
     /// What comes from disk is taken in as a whole.
     TakesAllAtOnce,
+    /// Lanes count as ready before a pass of theirs has come back.
+    TrustsTooSoon,
 }
 
 /// Pages that may come from disk in one step.
@@ -352,6 +354,9 @@ impl Sim {
                 self.core().waiting.iter_mut().for_each(|job| job.overtaken = 0);
             }
             Sabotage::ForgetsWhoDecodes => self.core().turns = Turns::new(0.0),
+            Sabotage::TrustsTooSoon => {
+                self.core().lanes.iter_mut().flatten().for_each(|running| running.proven = true);
+            }
             Sabotage::TakesAllAtOnce => self.core().rules.arrival = usize::MAX,
             Sabotage::LosesACount if n == 500 => self.core().stats.accepted += 1,
             _ => {}
@@ -609,6 +614,9 @@ fn a_broken_core_is_found_out() {
     let by = |sabotage: Sabotage, crowd: bool| World { sabotage, crowd, ..World::default() };
     found(with(Faults { forgets_copies: true, ..Faults::default() }), "another text's position");
     found(with(Faults { spoils_snapshots: true, ..Faults::default() }), "snapshot");
+    let faults = Faults { fails: 150, ..Faults::default() };
+    let soon = World { sabotage: Sabotage::TrustsTooSoon, faults, ..World::default() };
+    found(soon, "another text's position");
     let disk = DiskWorld { on: true, restarts: 700, forges: 20, ..DiskWorld::default() };
     found(World { disk, ..World::default() }, "was changed");
     let all = World { sabotage: Sabotage::TakesAllAtOnce, ..World::default() };

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::fake::{Fake, Faults, Time, VOCAB};
+use super::fake::{Fake, Faults, Time, VOCAB, round_time};
 use super::{Sim, World};
 use crate::lanes::{Core, Job, Limits, Rules};
 use crate::sampler::{SamplingDefaults, SamplingOptions};
@@ -103,5 +103,29 @@ fn only_whole_pages_stay_exact() {
         let found = |policy| core.cache.find(&second[..200], policy).tokens();
         assert_eq!(found(CachePolicy::Shared), 192);
         assert_eq!(found(CachePolicy::Exact), exact, "after {first}");
+    }
+}
+
+/// A device that runs ahead computes a round while the host does other things; that round took as long nevertheless.
+#[test]
+fn what_a_round_took_does_not_depend_on_when_the_host_comes_back() {
+    for away in [0, 2_000] {
+        let clock = Time::default();
+        let sim = Sim::new(1, World::default());
+        let sizes = Limits { slots: 1, pages: 40, block: 4, ..sim.limits };
+        let limits = Limits { depth: 2, adapts: true, like_alone: usize::MAX, ..sizes };
+        let fake = Fake::new(limits, 1, clock.clone(), Faults::default());
+        let mut core = Core::new(fake, sim.rules, None);
+        let mut job = quiet(1, &[1, 2, 3], Vec::new());
+        (job.request.max_tokens, job.request.draft) = (200, true);
+        core.submit(job);
+        while !core.is_idle() {
+            core.step(&|| clock.now()).expect("no faults");
+            clock.pass(away);
+        }
+        for drafted in [false, true] {
+            let (took, want) = (core.paces[0].seconds(drafted), round_time(1).as_secs_f64());
+            assert!((took / want - 1.0).abs() < 0.05, "{took} s, {away} us away, {drafted}");
+        }
     }
 }
