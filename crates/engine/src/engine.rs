@@ -303,7 +303,8 @@ impl<D: Device> Engine<D> {
         }
         model::take_up(dev, target, &self.state, s, self.lanes(1));
         for count in 1..=self.options.slots {
-            for drafted in 0..=count {
+            let most = if self.block > 1 { count } else { 0 };
+            for drafted in 0..=most {
                 dev.replay(0, &mut |dev| self.dry_round(dev, count, drafted, true));
             }
         }
