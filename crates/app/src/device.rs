@@ -38,17 +38,13 @@ pub fn choose(
     lanes: Option<usize>,
     fits: &Fits<'_>,
 ) -> anyhow::Result<Chosen> {
-    // What doesn't fit a card that was asked for is refused later, with the numbers.
-    let of_any_kind: (&dyn Fn(&Card) -> anyhow::Result<()>, &Fits<'_>) =
-        (&|_| Ok(()), &|_, _, _| Ok(()));
     match request.device {
         DeviceKind::Cpu => cpu(request),
-        DeviceKind::Cuda => {
-            card(request, sources, lanes, of_any_kind).context("can't use CUDA")
-        }
+        // What doesn't fit is refused later, with the numbers.
+        DeviceKind::Cuda => card(request, sources, lanes, None).context("can't use CUDA"),
         // Who says how the CPU should compute wants it to.
         DeviceKind::Auto if request.threads.is_some() || request.isa != Isa::Auto => cpu(request),
-        DeviceKind::Auto => card(request, sources, lanes, (&tried, fits)).or_else(|why| {
+        DeviceKind::Auto => card(request, sources, lanes, Some(fits)).or_else(|why| {
             if is_there(&why) {
                 terminal::note(&format!(
                     "computing on the CPU, since the card can't be used: {why:#} (--device cpu leaves it alone, --device cuda takes it)"
@@ -88,16 +84,18 @@ fn card(
     request: &LoadRequest,
     sources: &Sources,
     lanes: Option<usize>,
-    (usable, fits): (&dyn Fn(&Card) -> anyhow::Result<()>, &Fits<'_>),
+    if_it_fits: Option<&Fits<'_>>,
 ) -> anyhow::Result<Chosen> {
     let mut dev = Cuda::open(&request.cuda)?;
     let card = *dev.card();
-    usable(&card)?;
     let kv = request.kv.into();
     let options = EngineOptions { chunk: 2048, ahead: true, kv, ..EngineOptions::default() };
     let free = dev.free_memory();
-    let act = dev.info().act;
-    fits(options, free, &|| DryRun::new(act))?;
+    if let Some(fits) = if_it_fits {
+        tried(&card)?;
+        let act = dev.info().act;
+        fits(options, free, &|| DryRun::new(act))?;
+    }
     let mut dry = DryRun::on_card(card);
     let rehearsed = EngineOptions { slots: lanes.unwrap_or(1), ..options };
     build(DryRun::on_card(card), rehearsed, sources, request, &mut |_| ())?.rehearse(&mut dry);

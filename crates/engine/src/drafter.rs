@@ -44,6 +44,11 @@ impl Drafter {
         }
     }
 
+    /// The draft, if it is what proposes.
+    pub(crate) fn on_device<T>(&self, draft: Option<T>) -> Option<T> {
+        draft.filter(|_| matches!(self, Drafter::DFlash))
+    }
+
     /// A drafter on the host.
     pub fn host(drafter: Box<dyn HostDrafter>) -> Drafter {
         Drafter::Host(vec![drafter])

@@ -313,7 +313,7 @@ impl<D: Device> Engine<D> {
     /// The device, and what the ops of a round work on.
     pub(crate) fn parts(&mut self) -> (&mut D, Parts<'_>) {
         let Engine { dev, target, draft, drafter, state, scratch, buffers, .. } = self;
-        let draft = draft.as_ref().filter(|_| matches!(drafter, Drafter::DFlash));
+        let draft = drafter.on_device(draft.as_ref());
         (dev, Parts { target, draft, state, scratch, buffers })
     }
 
@@ -323,8 +323,8 @@ impl<D: Device> Engine<D> {
         let step = self.step.slice(0, count * size_of::<LaneStep>());
         let max_rows = if drafted > 0 { self.block } else { 1 };
         let lanes = Lanes { step, count, rows: count + drafted * (self.block - 1), max_rows };
-        let Engine { target, drafter, state, scratch, buffers, .. } = self;
-        let draft = self.draft.as_ref().filter(|_| matches!(drafter, Drafter::DFlash));
+        let Engine { target, draft, drafter, state, scratch, buffers, .. } = self;
+        let draft = drafter.on_device(draft.as_ref());
         let parts = Parts { target, draft, state, scratch, buffers };
         let drafted = if parts.draft.is_some() { drafted } else { 0 };
         let shape = Shape { lanes, drafted, masked: false, likeliest: all };

@@ -412,7 +412,7 @@ fn begin<D: Device>(e: &mut Engine<D>, going: &[Going]) {
     steps.clear();
     p.ids.clear();
     let mut written = 0;
-    (p.drafted, p.followed) = (0, draft.is_some() && matches!(drafter, Drafter::DFlash));
+    (p.drafted, p.followed) = (0, drafter.on_device(draft.as_ref()).is_some());
     let proposes = !matches!(drafter, Drafter::None);
     let drafts = |g: &Going| g.draft && proposes;
     let ordered = going.iter().filter(|g| drafts(g)).chain(going.iter().filter(|g| !drafts(g)));
