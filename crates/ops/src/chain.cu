@@ -63,19 +63,41 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
     if (threadIdx.x == 0) gdn::init(mixing);
 #endif
 #ifdef BLOCKS
-    const u32 full = shared_address(shared) + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
-    const Ring ring = {shared_address(shared), full, empty, 0, 0};
+    u8* base = WIDE ? shared + (1024 - shared_address(shared) % 1024) % 1024 : shared;
+    const u32 full = shared_address(base) + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
+    Ring ring = {shared_address(base) + RING_AT, full, empty, 0, 0};
     if (threadIdx.x == 0) {
         for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, WARPS);
         phase_init(cross, WARPS);
     }
+#if WIDE
+    Panels panels = {shared_address(base), cross + 8, cross + 8 + 8 * PANELS, 0};
+    if (threadIdx.x == 0)
+        for (int i = 0; i < PANELS; i++) phase_init(panels.full + 8 * i, 1), phase_init(panels.empty + 8 * i, WARPS);
+#endif
 #endif
     // Blocks of a cluster write into each other's memory: both must be there, and stay.
     if (threadIdx.x == 0) phase_init_fence();
     __syncthreads();
     cluster_arrive();
     launch_next();
-#ifdef BLOCKS
+#if WIDE
+    if (warp >= WARPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        const u64 policy = read_once();
+        if (warp > WARPS) wait();
+        for (u32 i = 0; i < count; i++) {
+            if (program.kind[i] != 0) continue;
+            const Product p(program.word[i]);
+            if (warp == WARPS) copy_weights(p, ring, lane, policy);
+            else if (barrier(2, 32 * (WARPS + BRINGERS)), true) bring_panels(p, panels, warp - WARPS - 1, lane);
+        }
+        __syncwarp();
+        cluster_wait();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        Block block = {base, ring, panels, warp, lane, cross, 0};
+#elif defined(BLOCKS)
     if (warp >= WARPS) {
         Copier copier = {ring, warp - WARPS, read_once()};
         for (u32 i = 0; i < count && warp < WARPS + TURNS; i++)
@@ -113,7 +135,14 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
             if (i) meeting.meet();
             switch (kind) {
 #ifdef BLOCKS
+#if WIDE
+            case 0:
+                asm volatile("bar.arrive 2, %0;" ::"n"(32 * (WARPS + BRINGERS)) : "memory");
+                wide_product(next, word, block);
+                break;
+#else
             case 0: product(next, word, block); break;
+#endif
 #endif
 #ifdef NORM_WIDTH
             case 1: rms_norm_stage(word); break;

@@ -18,8 +18,13 @@ const SOURCE: Source = Source {
         "#define WARPS 8\n#define COPIERS 4\n#ifdef BLOCKS\n",
         include_str!("linear/weight.cuh"),
         include_str!("linear/fragments.cuh"),
+        include_str!("linear/share.cuh"),
+        "#if WIDE\n",
+        include_str!("wgmma.cuh"),
+        include_str!("linear/wide.cuh"),
+        "#else\n",
         include_str!("linear/product.cuh"),
-        "\n#endif\n#ifdef NORM_WIDTH\n",
+        "#endif\n#endif\n#ifdef NORM_WIDTH\n",
         include_str!("rms_norm/row.cuh"),
         include_str!("rms_norm/stage.cuh"),
         "\n#endif\n",
@@ -35,6 +40,8 @@ const SOURCE: Source = Source {
 /// Dynamic shared memory of a block: enough for the stream of weights, and the rest is for what stages have of their own and
 /// for the small kernels between.
 pub(crate) const SHARED: usize = 175_000;
+/// Static shared memory of a chain without a mixer, at most.
+pub(crate) const STATIC_SHARED: usize = 1024;
 /// Warps that compute.
 pub(crate) const WARPS: usize = 8;
 /// Warps that copy weights; three warps in all on each quarter of a multiprocessor.

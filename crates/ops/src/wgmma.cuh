@@ -41,9 +41,21 @@ __device__ __forceinline__ u64 rows_across(u32 at, u32 panel) {
     return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(panel >> 4) << 16 | at >> 4;
 }
 
-// d (64 x N, f32) += a (64 x 16, brain floats) b (16 x N), for N of 64, 128 and 160; zeroes d first unless `more`.
+// d (64 x N, f32) += a (64 x 16, brain floats) b (16 x N), for N of 32, 64, 128 and 160; zeroes d first unless `more`.
 // A warp has 16 rows of d and a, in the layout of `mma_bf16`. b lies in shared memory, with rows across the sum if
 // ACROSS.
+template <int ACROSS = 0>
+__device__ __forceinline__ void wgmma(float (&d)[16], const u32 (&a)[4], u64 b, u32 more) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more), "n"(ACROSS));
+}
 template <int ACROSS = 0>
 __device__ __forceinline__ void wgmma(float (&d)[32], const u32 (&a)[4], u64 b, u32 more) {
     asm volatile(

@@ -235,8 +235,17 @@ fn a_row_does_not_depend_on_its_neighbours() {
 fn rows_of_several_lanes() {
     let kind = Kind::Mlx(4, 64, ScaleDtype::Bf16);
     row_invariance("linear of 64", 64, |b, rows| build(b, kind, rows, 40, 576, ActDtype::I8));
+    // On a large card, in this order: as many outputs of a block as a pass has; more; a sum of fewer inputs than others.
+    const ROWS: [usize; 6] = [1, 8, 12, 17, 32, 64];
+    for (n, k) in [(38_000, 64), (40_000, 64), (5_000, 1_600)] {
+        row_invariance("linear of some of 64", ROWS.len(), |b, i| {
+            build(b, kind, ROWS[i - 1], n, k, ActDtype::I8)
+        });
+    }
     for kind in Kind::quantized() {
         let k = inputs(kind, 1100);
+        let name = format!("linear {kind:?} 20 rows");
+        conformance(&name, exact(), |b| build(b, kind, 20, 50, k, ActDtype::I8));
         let name = format!("linear {kind:?} 40 rows");
         conformance(&name, exact(), |b| build(b, kind, 40, 50, k, ActDtype::I8));
     }

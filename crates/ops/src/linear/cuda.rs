@@ -201,28 +201,34 @@ const PASSES: [(usize, &str); 6] =
     [(2, "T_2"), (3, "T_3"), (4, "T_4"), (5, "T_5"), (8, "T_8"), (9, "T_9")];
 const SPLIT_PASSES: [(usize, &str); 2] = [(3, "T_3_2"), (5, "T_5_2")];
 
-/// How `product.cuh` goes about a product.
+/// How a chain goes about a product: `product.cuh`, or `wide.cuh` if there are more than two blocks of rows.
 #[derive(Clone, Copy, Debug)]
 struct Few {
+    /// Of eight rows.
     blocks: usize,
     ring: usize,
     shared: usize,
     tiles: usize,
     split: usize,
-    pass: &'static str,
+    /// The define that asks for this number of half tiles of a pass.
+    pass: Option<&'static str>,
 }
 
 impl Few {
     /// For up to `8 · blocks` rows. Which blocks share k does not depend on the rows: it decides the
     /// order of sums.
     fn new(group: &Group<'_>, card: &Card, blocks: usize) -> Option<Few> {
-        let (half_tiles, layout) = (group.half_tiles(), group.layout);
-        let (split, run) = split(half_tiles, group.k, card);
+        let (split, run) = split(group.half_tiles(), group.k, card);
+        if blocks > 2 { Few::wide(group, card, blocks, (split, run)) } else { Few::narrow(group, card, blocks, (split, run)) }
+    }
+
+    fn narrow(group: &Group<'_>, card: &Card, blocks: usize, (split, run): (usize, usize)) -> Option<Few> {
         // Accumulators are in registers.
-        let most = [9, 9, 5][blocks.ilog2() as usize];
+        const MOST: usize = 9;
         let known: &[(usize, &str)] = if split > 1 { &SPLIT_PASSES } else { &PASSES };
-        let pass = run.div_ceil(run.div_ceil(most));
-        let &(tiles, pass) = known.iter().find(|(tiles, _)| (pass..=most).contains(tiles))?;
+        let pass = run.div_ceil(run.div_ceil(MOST));
+        let &(tiles, pass) = known.iter().find(|(tiles, _)| (pass..=MOST).contains(tiles))?;
+        let layout = group.layout;
         // As in product.cuh: as many half tiles of a chunk as registers hold.
         let slot_tiles = match (blocks, layout.codes) {
             (1, Codes::U8) => 2,
@@ -234,7 +240,22 @@ impl Few {
         let sums = chain::WARPS * (X_AHEAD * blocks * 1024 + round * blocks * 512);
         let rest = sums + 2 * 3 * blocks * 512 + barriers;
         let ring = (chain::SHARED.min(card.shared as usize).checked_sub(rest)? / slot).min(24);
-        let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass };
+        let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass: Some(pass) };
+        (ring >= 2).then_some(few)
+    }
+
+    /// As in wide.cuh.
+    fn wide(group: &Group<'_>, card: &Card, blocks: usize, (split, run): (usize, usize)) -> Option<Few> {
+        const MOST_TILES: usize = 18;
+        let (layout, rows) = (group.layout, 8 * blocks);
+        let panels = if rows == 64 { 8 } else { 12 };
+        let parts = 64 / layout.group.min(64);
+        let panel = rows * 128 + parts * rows * 4;
+        let slot = MOST_TILES * layout.cell_bytes();
+        let rest = 1024 + panels * panel + MOST_TILES * rows * 64 + 512;
+        let ring = ((card.shared as usize).checked_sub(rest + chain::STATIC_SHARED)? / slot).min(16);
+        let tiles = run.div_ceil(run.div_ceil(MOST_TILES));
+        let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass: None };
         (ring >= 2).then_some(few)
     }
 }
@@ -252,11 +273,13 @@ fn split(tiles: usize, k: usize, card: &Card) -> (usize, usize) {
 }
 
 fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
+    let sizes: &[usize] = if card.arch == 90 { &[1, 2, 4, 8] } else { &[1, 2] };
     let mut first = 0;
     while first < op.rows {
         let left = op.rows - first;
-        let sizes = [1, 2, 4].into_iter().filter(|blocks| *blocks == 1 || 4 * blocks < left);
-        let Some(few) = sizes.rev().find_map(|blocks| Few::new(group, card, blocks)) else {
+        let fit = sizes.iter().filter_map(|&blocks| Few::new(group, card, blocks));
+        // The fewest that hold all rows, or else as many as can be.
+        let Some(few) = fit.reduce(|best, next| if 8 * best.blocks < left { next } else { best }) else {
             let what = format!("{} bytes of shared memory", card.shared);
             return Err(Unsupported { op: "linear", what, limit: "a few stages".to_owned() });
         };
@@ -264,7 +287,8 @@ fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(
         let [a, b, c, d] = weight_defines(Some(group.layout));
         let define = |name, value: usize| (name, value as i64);
         let (blocks, ring) = (define("BLOCKS", few.blocks), define("RING", few.ring));
-        let defines = [a, b, c, d, blocks, ring, (few.pass, 1)];
+        let defines = [a, b, c, d, blocks, ring];
+        let defines = defines.into_iter().chain(few.pass.map(|pass| (pass, 1))).collect::<Vec<_>>();
         let args = group.args(op, first, rows);
         let mut words = [Arg::Null; 19];
         words[..5].copy_from_slice(&args[..5]);

@@ -29,11 +29,9 @@ struct Unit {
     u32 scale[HEADERS * HEADER_WORDS + (SCALE == 3 ? SUBS : 0)];
 };
 
-// Unit `u` of a half tile's spans that start at `at`.
-__device__ __forceinline__ void load_unit(Unit& w, const u8* at, u32 u, u32 lane) {
-    const u32 g = lane / 4, within = SPAN > 64 ? u % (SPAN > 64 ? SPAN / 64 : 1) : 0;
-    if constexpr (SPAN > 64) at += u / (SPAN > 64 ? SPAN / 64 : 1) * SPAN_BYTES;
-    else at += u * HEADERS * SPAN_BYTES;
+// A unit, unit `within` of a span: where its first header is, and the codes behind that.
+__device__ __forceinline__ void load_unit(Unit& w, const u8* at, const u8* codes, u32 within, u32 lane) {
+    const u32 g = lane / 4;
 #pragma unroll
     for (int h = 0; h < HEADERS; h++) {
         const u32* header = (const u32*)(at + h * SPAN_BYTES) + g * HEADER_WORDS;
@@ -50,7 +48,6 @@ __device__ __forceinline__ void load_unit(Unit& w, const u8* at, u32 u, u32 lane
             else w.scale[HEADER_WORDS + s] = *(const u32*)sub;
         }
     }
-    const u8* codes = at + HEADER_BYTES + within * UNIT_BYTES;
 #pragma unroll
     for (int h = 0; h < HEADERS; h++) {
         constexpr int words = UNIT / 16 * STEP_BYTES / 4;  // of a lane, in one span
@@ -64,6 +61,13 @@ __device__ __forceinline__ void load_unit(Unit& w, const u8* at, u32 u, u32 lane
                 to[4 * c] = v.x, to[4 * c + 1] = v.y, to[4 * c + 2] = v.z, to[4 * c + 3] = v.w;
             }
     }
+}
+// Unit `u` of a half tile's spans that start at `at`.
+#define UNITS_OF_SPAN (SPAN > 64 ? SPAN / 64 : 1)
+__device__ __forceinline__ void load_unit(Unit& w, const u8* at, u32 u, u32 lane) {
+    const u32 within = u % UNITS_OF_SPAN;
+    at += u / UNITS_OF_SPAN * HEADERS * SPAN_BYTES;
+    load_unit(w, at, at + HEADER_BYTES + within * UNIT_BYTES, within, lane);
 }
 
 // Codes enter the tensor cores as they are: the bits of a small number in the low mantissa bits of a

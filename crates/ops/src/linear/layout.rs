@@ -98,6 +98,12 @@ impl Layout {
         self.header_bytes() + self.code_bytes(self.span())
     }
 
+    /// Bytes of 64 inputs of 16 outputs with their headers, as `wide.cuh` has them in shared memory.
+    pub(crate) fn cell_bytes(&self) -> usize {
+        let spans = 64usize.div_ceil(self.span());
+        (spans * self.header_bytes() + self.code_bytes(64)) / 2
+    }
+
     /// Bytes of one tile, if `k` is whole spans and the number fits.
     pub(crate) fn tile_bytes(&self, k: usize) -> Option<usize> {
         if !self.supported() || k == 0 || !k.is_multiple_of(self.span()) {

@@ -15,7 +15,6 @@
 //
 // Defines: those of weight.cuh; BLOCKS; RING.
 
-#define CHUNK (WARPS * 64)
 #define CHUNK_BYTES (CHUNK / SPAN * SPAN_BYTES)
 #define SLOT_TILES (BLOCKS > 1 ? 1 : CODES == 1 ? 2 : 3)  // as many as registers hold
 #define SLOT_BYTES (SLOT_TILES * CHUNK_BYTES)
@@ -25,47 +24,14 @@
 #define MOST_OWN 3                  // half tiles that a block stores of a run whose k is split
 
 // Shared memory, in this order.
+#define RING_AT 0
 #define X_AT (RING * SLOT_BYTES)
 #define SUMS_AT (X_AT + WARPS * X_AHEAD * X_BYTES)
 #define CROSS_AT (SUMS_AT + WARPS * MOST_ROUND * BLOCKS * 512)
 #define BARS_AT (CROSS_AT + 2 * MOST_OWN * BLOCKS * 512)
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // Slots for one chunk of `tiles` half tiles.
 __host__ __device__ constexpr int slots_of(int tiles) { return ceil_div(tiles, SLOT_TILES); }
-
-// One product: the words of its stage, and this block's share.
-struct Product {
-    const u8* x;
-    u32 x_stride, rows, k, tiles, split;  // tiles: half tiles of a pass, at most
-    const u8* w[4];
-    u32 first[4];  // half tiles of the parts before
-    u32 tile0, run, chunk0, chunk1;
-
-    Product() = default;
-    __device__ __forceinline__ explicit Product(const u64* word) {
-        x = (const u8*)word[0];
-        x_stride = word[1], rows = word[2], k = word[3], tiles = word[5], split = word[6];
-        u32 all = 0;
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-            w[p] = (const u8*)word[7 + 3 * p];
-            first[p] = all, all += ((u32)word[9 + 3 * p] + 15) / 16;
-        }
-        const u32 rank = split > 1 ? blockIdx.x % 2 : 0, dealt = split > 1 ? blockIdx.x / 2 : blockIdx.x;
-        const u32 over = split > 1 ? gridDim.x / 2 : gridDim.x, chunks = (k + CHUNK - 1) / CHUNK;
-        tile0 = dealt * all / over, run = (dealt + 1) * all / over - tile0;
-        chunk0 = rank * chunks / split, chunk1 = (rank + 1) * chunks / split;
-    }
-};
-
-// The ring and where a thread is in it.
-struct Ring {
-    u32 base, full, empty, slot, parity;
-    __device__ __forceinline__ void next() {
-        if (++slot == RING) slot = 0, parity ^= 1;
-    }
-};
 
 // Warps that fill slots, in turns. No more than slots: one warp must not come to a slot's next turn but one before another has
 // seen the turn between.
