@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         Block block = {base, ring, panels, warp, lane, cross, 0};
+        if (warp >= 4) turn_ends(1);  // nobody has read sums yet
 #elif defined(BLOCKS)
     if (warp >= WARPS) {
         Copier copier = {ring, warp - WARPS, read_once()};
@@ -151,6 +152,9 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
             case 3: copy_rows_stage(word); break;
             }
         }
+#if WIDE
+        if (warp < 4) turn_begins(0);
+#endif
     }
     cluster_arrive();
     cluster_wait();

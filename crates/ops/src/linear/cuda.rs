@@ -219,10 +219,19 @@ impl Few {
     /// order of sums.
     fn new(group: &Group<'_>, card: &Card, blocks: usize) -> Option<Few> {
         let (split, run) = split(group.half_tiles(), group.k, card);
-        if blocks > 2 { Few::wide(group, card, blocks, (split, run)) } else { Few::narrow(group, card, blocks, (split, run)) }
+        if blocks > 2 {
+            Few::wide(group, card, blocks, (split, run))
+        } else {
+            Few::narrow(group, card, blocks, (split, run))
+        }
     }
 
-    fn narrow(group: &Group<'_>, card: &Card, blocks: usize, (split, run): (usize, usize)) -> Option<Few> {
+    fn narrow(
+        group: &Group<'_>,
+        card: &Card,
+        blocks: usize,
+        (split, run): (usize, usize),
+    ) -> Option<Few> {
         // Accumulators are in registers.
         const MOST: usize = 9;
         let known: &[(usize, &str)] = if split > 1 { &SPLIT_PASSES } else { &PASSES };
@@ -245,16 +254,21 @@ impl Few {
     }
 
     /// As in wide.cuh.
-    fn wide(group: &Group<'_>, card: &Card, blocks: usize, (split, run): (usize, usize)) -> Option<Few> {
-        const MOST_TILES: usize = 18;
+    fn wide(
+        group: &Group<'_>,
+        card: &Card,
+        blocks: usize,
+        (split, run): (usize, usize),
+    ) -> Option<Few> {
         let (layout, rows) = (group.layout, 8 * blocks);
-        let panels = if rows == 64 { 8 } else { 12 };
+        let (most, panels) = if rows == 64 { (12, 6) } else { (18, 8) };
         let parts = 64 / layout.group.min(64);
-        let panel = rows * 128 + parts * rows * 4;
-        let slot = MOST_TILES * layout.cell_bytes();
-        let rest = 1024 + panels * panel + MOST_TILES * rows * 64 + 512;
-        let ring = ((card.shared as usize).checked_sub(rest + chain::STATIC_SHARED)? / slot).min(16);
-        let tiles = run.div_ceil(run.div_ceil(MOST_TILES));
+        let panel = 2 * (rows * 128 + parts * rows * 4);
+        let slot = most * layout.pair_bytes();
+        let rest = 1024 + panels * panel + most * rows * 64 + 512;
+        let ring =
+            ((card.shared as usize).checked_sub(rest + chain::STATIC_SHARED)? / slot).min(16);
+        let tiles = run.div_ceil(run.div_ceil(most));
         let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass: None };
         (ring >= 2).then_some(few)
     }
@@ -279,7 +293,8 @@ fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(
         let left = op.rows - first;
         let fit = sizes.iter().filter_map(|&blocks| Few::new(group, card, blocks));
         // The fewest that hold all rows, or else as many as can be.
-        let Some(few) = fit.reduce(|best, next| if 8 * best.blocks < left { next } else { best }) else {
+        let Some(few) = fit.reduce(|best, next| if 8 * best.blocks < left { next } else { best })
+        else {
             let what = format!("{} bytes of shared memory", card.shared);
             return Err(Unsupported { op: "linear", what, limit: "a few stages".to_owned() });
         };
