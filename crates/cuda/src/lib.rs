@@ -22,7 +22,7 @@ pub use nvrtc::Nvrtc;
 use std::ffi::c_void;
 use std::path::PathBuf;
 
-use ops::kernel::{Arg, Card, LIKE_ALONE, Launch, Plan};
+use ops::kernel::{Arg, Card, LIKE_ALONE, Launch, Plan, WORK_BYTES};
 use ops::{
     ActDtype, Bindings, Buf, Counters, Device, DeviceError, DeviceInfo, Fill, Op, PUBLISHED_BYTES,
     TileOrder,
@@ -37,6 +37,9 @@ use crate::mailbox::Mailbox;
 use crate::memory::Memory;
 use crate::staging::Staging;
 use crate::stamps::Stamps;
+
+/// Where working memory of ops begins, behind the word where blocks of chains meet.
+const WORK_AT: usize = 1024;
 
 /// How a card is opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -80,8 +83,8 @@ pub struct Cuda {
     mode: Mode,
     /// Stages of a recording that may be joined by more.
     chain: Option<Chain>,
-    /// Where the blocks of chains meet.
-    meetings: Option<Buf>,
+    /// What all ops share: the word where blocks of chains meet, and behind it working memory.
+    shared: Option<Buf>,
     counters: Counters,
     check_each: bool,
     failed: Option<DeviceError>,
@@ -117,7 +120,7 @@ impl Cuda {
             plan: Plan::default(),
             mode: Mode::Run,
             chain: None,
-            meetings: None,
+            shared: None,
             counters: Counters::default(),
             check_each: options.check_each,
             failed: None,
@@ -174,7 +177,7 @@ impl Cuda {
         self.stream.synchronize().map_err(|e| lost(explain(e)))?;
         self.graphs.clear();
         self.stamps.forget();
-        (self.mailbox, self.chain, self.meetings) = (None, None, None);
+        (self.mailbox, self.chain, self.shared) = (None, None, None);
         self.memory.clear(&self.stream).map_err(lost)
     }
 
@@ -232,6 +235,7 @@ impl Cuda {
                 Arg::Null => 0,
                 Arg::U32(value) => u64::from(value),
                 Arg::F32(value) => u64::from(value.to_bits()),
+                Arg::Work => self.shared()? + WORK_AT as u64,
             };
         }
         let args = &mut args[..list.len()];
@@ -243,7 +247,7 @@ impl Cuda {
             return Ok(());
         }
         self.end_chain()?;
-        let meetings = self.meetings()?;
+        let meetings = self.shared()?;
         self.chain = Some(Chain::new(launch, kind, args, meetings));
         if matches!(self.mode, Mode::Run) { self.end_chain() } else { Ok(()) }
     }
@@ -263,13 +267,14 @@ impl Cuda {
         }
     }
 
-    /// The address of the word where blocks of chains meet.
-    fn meetings(&mut self) -> Result<u64, String> {
-        if self.meetings.is_none() {
-            let word = self.memory.alloc(&self.stream, 8, "meetings of chains");
-            self.meetings = Some(word.map_err(|e| e.to_string())?);
+    /// The address of what all ops share.
+    fn shared(&mut self) -> Result<u64, String> {
+        if self.shared.is_none() {
+            let bytes = WORK_AT + WORK_BYTES;
+            let all = self.memory.alloc(&self.stream, bytes, "working memory of ops");
+            self.shared = Some(all.map_err(|e| e.to_string())?);
         }
-        Ok(self.meetings.map_or(0, |word| self.memory.address(word)))
+        Ok(self.shared.map_or(0, |all| self.memory.address(all)))
     }
 
     /// Puts one launch with these pointers to its arguments on the stream, or notes it.
@@ -358,7 +363,7 @@ impl Cuda {
     }
 
     fn record(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
-        if let Err(why) = self.meetings() {
+        if let Err(why) = self.shared() {
             return self.fail(DeviceError::Op { op: "record", why });
         }
         self.mode = Mode::Note(Vec::new());

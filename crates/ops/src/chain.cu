@@ -1,5 +1,5 @@
 // chain: stages one after the other, each over the whole card, in one launch
-// launch   one block an SM in clusters of 2: WARPS warps compute, COPIERS copy weights
+// launch   one block an SM in clusters of 2: COMPUTERS warps compute, of which WARPS all stages, COPIERS copy weights
 // source   the stages' own folders; mod.rs says what may follow what
 //
 // Between two stages all blocks meet. The copying warps do not: they run ahead through the weights of all products, so that memory is
@@ -22,7 +22,7 @@ struct Meeting {
     u64* arrivals;
     u64 target;
     __device__ __forceinline__ void meet() {
-        barrier(1, 32 * WARPS);
+        barrier(4, 32 * COMPUTERS);
         if (threadIdx.x == 0) {
             if (target == 0) {
                 u64 before;
@@ -36,7 +36,7 @@ struct Meeting {
             do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(arrivals) : "memory");
             while (now < target);
         }
-        barrier(1, 32 * WARPS);
+        barrier(4, 32 * COMPUTERS);
     }
 };
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void gdn_stage(gdn::Shared& mixing, const u64* word, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(const __grid_constant__ Program program) {
+extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chain(const __grid_constant__ Program program) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 warp = __shfl_sync(WARP_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, count = program.count;
 #ifdef GDN_BLOCK
@@ -67,13 +67,13 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
     const u32 full = shared_address(base) + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
     Ring ring = {shared_address(base) + RING_AT, full, empty, 0, 0};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, WARPS);
-        phase_init(cross, WARPS);
+        for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, COMPUTERS);
+        phase_init(cross, COMPUTERS);
     }
 #if WIDE
-    Panels panels = {shared_address(base), cross + 8, cross + 8 + 8 * PANELS, 0};
+    Panels panels = {shared_address(base), cross + 8, cross + 8 + 24 * PANELS, 0, 0, 0};
     if (threadIdx.x == 0)
-        for (int i = 0; i < PANELS; i++) phase_init(panels.full + 8 * i, 1), phase_init(panels.empty + 8 * i, WARPS);
+        for (int i = 0; i < 3 * PANELS; i++) phase_init(panels.full + 8 * i, 1), phase_init(panels.empty + 8 * i, COMPUTERS);
 #endif
 #endif
     // Blocks of a cluster write into each other's memory: both must be there, and stay.
@@ -82,22 +82,26 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
     cluster_arrive();
     launch_next();
 #if WIDE
-    if (warp >= WARPS) {
+    if (warp >= COMPUTERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        const u64 policy = read_once();
-        if (warp > WARPS) wait();
-        for (u32 i = 0; i < count; i++) {
-            if (program.kind[i] != 0) continue;
-            const Product p(program.word[i]);
-            if (warp == WARPS) copy_weights(p, ring, lane, policy);
-            else if (barrier(2, 32 * (WARPS + BRINGERS)), true) bring_panels(p, panels, warp - WARPS - 1, lane);
+        if (warp < COMPUTERS + WEIGHT_COPIERS) {
+            WeightCopier copier = {ring, warp - COMPUTERS, read_once()};
+            for (u32 i = 0; i < count; i++)
+                if (program.kind[i] == 0) copier.fill(Product(program.word[i]), lane);
+        } else {
+            wait();
+            for (u32 i = 0; i < count; i++) {
+                if (program.kind[i] != 0) continue;
+                barrier(2, 32 * (COMPUTERS + 1));  // its panels are there
+                asm volatile("fence.proxy.async.global;" ::: "memory");
+                if (lane == 0) copy_panels(Product(program.word[i]), panels);
+            }
         }
         __syncwarp();
         cluster_wait();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
         Block block = {base, ring, panels, warp, lane, cross, 0};
-        if (warp >= 4) turn_ends(1);  // nobody has read sums yet
 #elif defined(BLOCKS)
     if (warp >= WARPS) {
         Copier copier = {ring, warp - WARPS, read_once()};
@@ -110,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
         for (u32 i = lane * 4; i < X_AHEAD * X_BYTES; i += 128)
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(shared) + X_AT + warp * X_AHEAD * X_BYTES + i), "r"(0) : "memory");
 #else
-    if (warp >= WARPS) {
+    if (warp >= COMPUTERS) {
         cluster_wait();
     } else {
 #endif
@@ -134,11 +138,15 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
             }
 #endif
             if (i) meeting.meet();
+#if WIDE
+            if (kind == 5) panels_stage(word, warp, lane);
+            if (kind != 0 && warp >= WARPS) continue;
+#endif
             switch (kind) {
 #ifdef BLOCKS
 #if WIDE
             case 0:
-                asm volatile("bar.arrive 2, %0;" ::"n"(32 * (WARPS + BRINGERS)) : "memory");
+                asm volatile("bar.arrive 2, %0;" ::"n"(32 * (COMPUTERS + 1)) : "memory");
                 wide_product(next, word, block);
                 break;
 #else
@@ -152,9 +160,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + COPIERS), 1) chain(co
             case 3: copy_rows_stage(word); break;
             }
         }
-#if WIDE
-        if (warp < 4) turn_begins(0);
-#endif
     }
     cluster_arrive();
     cluster_wait();

@@ -15,12 +15,13 @@ use crate::kernel::{Arg, Card, Launch, MOST_WORDS, Source};
 const SOURCE: Source = Source {
     name: "chain.cu",
     text: concat!(
-        "#define WARPS 8\n#define COPIERS 4\n#ifdef BLOCKS\n",
+        "#define WARPS 8\n#define COPIERS 4\n#define COMPUTERS (BLOCKS > 2 ? 12 : WARPS)\n#ifdef BLOCKS\n",
         include_str!("linear/weight.cuh"),
         include_str!("linear/fragments.cuh"),
         include_str!("linear/share.cuh"),
         "#if WIDE\n",
         include_str!("wgmma.cuh"),
+        include_str!("linear/panels.cuh"),
         include_str!("linear/wide.cuh"),
         "#else\n",
         include_str!("linear/product.cuh"),
@@ -42,8 +43,10 @@ const SOURCE: Source = Source {
 pub(crate) const SHARED: usize = 175_000;
 /// Static shared memory of a chain without a mixer, at most.
 pub(crate) const STATIC_SHARED: usize = 1024;
-/// Warps that compute.
+/// Warps that compute; all of them take part in each stage.
 pub(crate) const WARPS: usize = 8;
+/// The same in chains with products of more than 16 rows.
+const WIDE_COMPUTERS: usize = 12;
 /// Warps that copy weights; three warps in all on each quarter of a multiprocessor.
 const COPIERS: usize = 4;
 /// The most rows of a round for which it is worth reading weights again for each 32 rows: what more rows are multiplied with
@@ -63,6 +66,7 @@ pub(crate) enum Kind {
     SiluMul = 2,
     CopyRows = 3,
     GdnMix = 4,
+    Panels = 5,
 }
 
 /// Whether this card runs chains: clusters and copies by the copy engine.
@@ -84,7 +88,9 @@ pub(crate) fn stage(
     words: &[Arg],
 ) -> Launch {
     assert!(words.len() <= MOST_WORDS, "{} words of a stage", words.len());
-    let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (WARPS + COPIERS) as u32);
+    let wide = defines.iter().any(|&(name, value)| name == "BLOCKS" && value > 2);
+    let computers = if wide { WIDE_COMPUTERS } else { WARPS };
+    let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (computers + COPIERS) as u32);
     let launch = Launch::new(SOURCE, "chain", defines, grid, threads, words);
     launch.shared(shared as u32).cluster(2).stage(kind as u32)
 }

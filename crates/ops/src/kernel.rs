@@ -52,7 +52,12 @@ pub enum Arg {
     U32(u32),
     /// `float`.
     F32(f32),
+    /// The address of [`WORK_BYTES`] of memory that an op may use until it is over.
+    Work,
 }
+
+/// Enough for [panels](crate::Linear) of 64 rows of 30,000 inputs.
+pub const WORK_BYTES: usize = 4 << 20;
 
 impl From<Buf> for Arg {
     fn from(buf: Buf) -> Arg {
@@ -188,9 +193,9 @@ impl Launch {
     }
 
     /// The launch of this one, which has `stages`, and the next, if they may join: this one's with the other's defines and the
-    /// most shared memory. The arguments stay this one's.
+    /// most threads and shared memory. The arguments stay this one's.
     pub fn joined(&self, stages: usize, next: &Launch) -> Option<Launch> {
-        let shape = |l: &Launch| (l.source, l.entry, l.grid, l.block, l.cluster);
+        let shape = |l: &Launch| (l.source, l.entry, l.grid, l.cluster);
         let full = stages >= MOST_STAGES;
         if full || self.stage.is_none() || next.stage.is_none() || shape(self) != shape(next) {
             return None;
@@ -203,7 +208,8 @@ impl Launch {
                 None => defines = defines.with((name, value))?,
             }
         }
-        Some(Launch { defines, shared: self.shared.max(next.shared), ..*self })
+        let (block, shared) = (self.block.max(next.block), self.shared.max(next.shared));
+        Some(Launch { defines, block, shared, ..*self })
     }
 }
 
@@ -251,7 +257,8 @@ mod tests {
         // Another value, another shape, and a launch by itself.
         assert_eq!(both.joined(1, &stage(&[("ROWS", 16)], 0)), None);
         assert_eq!(a.joined(MOST_STAGES, &b), None);
-        assert_eq!(a.joined(1, &Launch { block: 256, ..b }), None);
+        assert_eq!(a.joined(1, &Launch { block: 512, ..b }).map(|l| l.block), Some(512));
+        assert_eq!(a.joined(1, &Launch { cluster: 4, ..b }), None);
         assert_eq!(a.joined(1, &Launch { stage: None, ..b }), None);
         assert_eq!(Launch { stage: None, ..a }.joined(1, &b), None);
     }

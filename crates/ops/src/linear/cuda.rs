@@ -8,7 +8,7 @@ use super::layout::Layout;
 use super::{Linear, LinearPart};
 use crate::chain::{self, Kind};
 use crate::geometry::aligned;
-use crate::kernel::{Arg, Card, Launch, Plan, Source};
+use crate::kernel::{Arg, Card, Launch, Plan, Source, WORK_BYTES};
 use crate::{ActDtype, Buf, Codes, Format, Pass, ScaleDtype, Unsupported};
 
 const MANY: Source = Source {
@@ -260,18 +260,28 @@ impl Few {
         blocks: usize,
         (split, run): (usize, usize),
     ) -> Option<Few> {
-        let (layout, rows) = (group.layout, 8 * blocks);
-        let (most, panels) = if rows == 64 { (12, 6) } else { (18, 8) };
-        let parts = 64 / layout.group.min(64);
-        let panel = 2 * (rows * 128 + parts * rows * 4);
-        let slot = most * layout.pair_bytes();
-        let rest = 1024 + panels * panel + most * rows * 64 + 512;
-        let ring =
-            ((card.shared as usize).checked_sub(rest + chain::STATIC_SHARED)? / slot).min(16);
-        let tiles = run.div_ceil(run.div_ceil(most));
+        let rows = 8 * blocks;
+        let (most, panels) = if rows == 64 { (18, 3) } else { (24, 5) };
+        if panel_bytes(group, rows) > WORK_BYTES {
+            return None;
+        }
+        let slot = 24 * group.layout.cell_bytes();
+        let rest = 1024 + 3 * panels * unit_panel_bytes(group, rows) + most * rows * 64 + 512;
+        let free = (card.shared as usize).checked_sub(rest + chain::STATIC_SHARED)?;
+        let (ring, tiles) = ((free / slot).min(8), run.div_ceil(run.div_ceil(most)));
         let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass: None };
         (ring >= 2).then_some(few)
     }
+}
+
+/// What panels.cuh makes of 64 inputs of some rows: bf16, and f32 sums of the parts that share a scale.
+fn unit_panel_bytes(group: &Group<'_>, rows: usize) -> usize {
+    128 * rows + 4 * rows * (64 / group.layout.group.min(64))
+}
+
+/// What panels.cuh makes of all inputs.
+fn panel_bytes(group: &Group<'_>, rows: usize) -> usize {
+    group.k / 64 * unit_panel_bytes(group, rows)
 }
 
 /// Blocks that share k, and the most half tiles of a run.
@@ -307,6 +317,11 @@ fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(
         let args = group.args(op, first, rows);
         let mut words = [Arg::Null; 19];
         words[..5].copy_from_slice(&args[..5]);
+        if few.blocks > 2 {
+            let panels = [&args[..4], &[Arg::Work]].concat();
+            plan.push(chain::stage(card, Kind::Panels, &defines, few.shared, &panels));
+            words[0] = Arg::Work;
+        }
         words[5..7].copy_from_slice(&[few.tiles, few.split].map(|v| Arg::U32(v as u32)));
         words[7..].copy_from_slice(&args[5..]);
         plan.push(chain::stage(card, Kind::Product, &defines, few.shared, &words));

@@ -98,9 +98,9 @@ impl Layout {
         self.header_bytes() + self.code_bytes(self.span())
     }
 
-    /// Bytes of 128 inputs of 16 outputs with their headers, as `wide.cuh` has them in shared memory.
-    pub(crate) fn pair_bytes(&self) -> usize {
-        (128usize.div_ceil(self.span()) * self.header_bytes() + self.code_bytes(128)) / 2
+    /// Bytes of 64 inputs of 16 outputs with what of their headers they need, as `wide.cuh` has them in shared memory.
+    pub(crate) fn cell_bytes(&self) -> usize {
+        (64usize.div_ceil(self.span()) * self.header_bytes() + self.code_bytes(64)) / 2
     }
 
     /// Bytes of one tile, if `k` is whole spans and the number fits.

@@ -1,175 +1,121 @@
-// The product of more rows than one as a stage of a chain: out[rows, n] (+)= x[rows, k] W[n, k]^T, weights read once.
-// shapes   x bf16, up to WIDE rows; W in the order of fragments.rs; out f32; k a multiple of 64 and of the span
+// The product of many rows as a stage of a chain: out[rows, n] (+)= x[rows, k] W[n, k]^T, weights read once.
+// shapes   x in panels of up to WIDE rows, see panels.cuh; W in the order of fragments.rs; out f32; k a multiple of 64 and of the span
 // traffic  the weights once; x once for each pass of MOST_TILES half tiles and block, from L2
-// source   definition: mod.rs reference()
+// source   definition: mod.rs reference(); docs/decisions/few-row-matmul-on-hopper.md has what else was tried
 //
 // Each row has the bits that product.cuh gives it: there, a warp has the sum of every eighth 64 inputs, and those of the eight warps are
-// added in order. Here, a block's two warpgroups have two of these sums at a time, of all its half tiles, first 0 and 1, then 2 and 3, and
-// add what they have to what lies in shared memory, in turns. A unit, 64 inputs of a half tile, starts from 0 and is scaled when it is
-// done; both kinds of matrix instruction round alike.
+// added in order. Here, warpgroups take these sums one after the other and add each to what lies in shared memory. A unit, 64 inputs of
+// a half tile, starts from 0 and is scaled when it is done; both kinds of matrix instruction round alike.
 //
-// Work. A warp has every fourth half tile. While the tensor cores have one, it makes operands of the next and scales the one before.
-// One warp copies weights: it runs ahead into the next product. Three bring panels: 128 inputs of all rows, 64 for each
-// warpgroup. They take turns, scale what they bring for fragments.rs, and add up what biases are multiplied with.
+// Work. A warpgroup multiplies four half tiles at a time, one a warp, and has at most two such rows. Up to FEW_TILES half tiles are
+// all each warpgroup's, and the three warpgroups have a sum each (ABREAST 3); more are dealt to them, and all have the same sum.
+//
+// Stream. Three warps copy weights, in turns: one warp takes too long to start so small copies. They run ahead into the next product.
+// One warp copies panels.
 //
 // Defines: those of weight.cuh; WIDE, 32 or 64 rows; RING.
 
-#define PANEL_BYTES (WIDE * 128)  // of one warpgroup
-#define PANELS (WIDE == 64 ? 6 : 8)  // pairs
-#define PANELS_AHEAD 2  // of each of the warps that bring them
-#define BRINGERS 3
-#define MOST_TILES (WIDE == 64 ? 12 : 18)
-#define MOST_OWN 3  // half tiles that a block stores of a run whose k is split; such a run has twice as many at most
-#define PAIR_BYTES (SPAN > 64 ? HEADER_BYTES + 2 * UNIT_BYTES : 2 * HEADERS * SPAN_BYTES)
-#define SLOT_BYTES (MOST_TILES * PAIR_BYTES)
+#define FEW_TILES 8
+#define MOST_TILES (WIDE == 64 ? 18 : 24)
+#define CELL_BYTES (SPAN > 64 ? HEADER_BYTES + UNIT_BYTES : HEADERS * SPAN_BYTES)  // a unit of a half tile
+#define SLOT_BYTES (24 * CELL_BYTES)
+#define PANELS (WIDE == 64 ? 3 : 5)  // of three sums abreast
 #define TILE_BYTES (WIDE * 64)  // sums of a half tile
+#define MOST_OWN 3  // half tiles that a block stores of a run whose k is split
+#define WEIGHT_COPIERS (COPIERS - 1)
 
 // Shared memory, in this order, from a multiple of 1024 on.
-#define TOTALS_AT (PANELS * 2 * PANEL_BYTES)
-#define SUMS_AT (TOTALS_AT + PANELS * 2 * SUBS * WIDE * 4)
+#define TOTALS_AT (PANELS * 3 * PANEL_BYTES)
+#define SUMS_AT (TOTALS_AT + PANELS * 3 * TOTALS_BYTES)
 #define CROSS_AT (SUMS_AT + (MOST_TILES - MOST_OWN) * TILE_BYTES)
 #define RING_AT (SUMS_AT + MOST_TILES * TILE_BYTES)
 #define BARS_AT (RING_AT + RING * SLOT_BYTES)
 
-// The order in which a block's units are added, two at a time: units 8 chunk + sum and the next one. Again for each pass.
+// The order in which a pass goes through a block's units: those of `abreast` sums at a time, chunk after chunk.
 struct Order {
-    u32 chunk0, units, length, count;  // length: chunks, of which the last may have less than eight units; count: of pairs
-    u32 sum, place;                    // sum: an even one
+    u32 chunk0, length, units, abreast;  // length: chunks, of which the last may have less than eight units
+    u32 sum, place;                      // sum: the first of those that are abreast
     __device__ __forceinline__ explicit Order(const Product& p) {
-        chunk0 = p.chunk0, units = min(p.k / 64, p.chunk1 * 8), length = p.chunk1 - chunk0;
-        count = 4 * (length - 1) + (units - (p.chunk1 - 1) * 8 + 1) / 2, sum = place = 0;
+        chunk0 = p.chunk0, length = p.chunk1 - chunk0, units = min(p.k / 64, p.chunk1 * 8), abreast = p.tiles > FEW_TILES ? 1 : 3;
+        sum = place = 0;
     }
     __device__ __forceinline__ u32 unit() const { return (chunk0 + place) * 8 + sum; }
-    __device__ __forceinline__ bool whole() const { return unit() + 1 < units; }
-    // Whether that was the last pair of its sums.
-    __device__ __forceinline__ bool next() {
-        if (++place < length && unit() < units) return false;
-        place = 0, sum += 2;
-        if (sum == 8 || unit() >= units) sum = 0;
-        return true;
+    // Units abreast here.
+    __device__ __forceinline__ u32 count() const { return min(min(abreast, 8 - sum), units - unit()); }
+    // Places of these sums.
+    __device__ __forceinline__ u32 places() const { return length - ((chunk0 + length - 1) * 8 + sum >= units); }
+    __device__ __forceinline__ u32 all() const {
+        u32 n = 0;
+        for (Order o = *this; o.sum < 8; o.sum += abreast) n += o.places();
+        return n;
+    }
+    __device__ __forceinline__ void next() {
+        if (++place == length || unit() >= units) place = 0, sum += abreast;
+        if (sum >= 8 || unit() >= units) sum = 0;
     }
 };
 
-// Fills the ring: each slot with as many pairs of a pass as fit. By a warp, a pair of a half tile a lane.
-__device__ __forceinline__ void copy_weights(const Product& p, Ring& ring, u32 lane, u64 policy) {
-    const u32 of_slot = MOST_TILES / p.tiles, row_bytes = p.k / SPAN * SPAN_BYTES;
-    for (u32 first = 0; first < p.run; first += p.tiles) {
-        const u32 tiles = min(p.tiles, p.run - first), of_lane = lane / tiles, tile = p.tile0 + first + lane % tiles;
-        const u8* row = p.w[0];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (tile >= p.first[i]) row = p.w[i] + (u64)(tile - p.first[i]) * row_bytes;
-        const u32 to = ring.base + (of_lane * p.tiles + lane % tiles) * PAIR_BYTES;
-        Order order(p);  // of the lane's pairs
-        for (u32 i = 0; i < of_lane; i++) order.next();
-        for (u32 at = 0; at < order.count; at += of_slot, ring.next()) {
-            phase_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1);
-            const u32 bar = ring.full + 8 * ring.slot, slot = to + ring.slot * SLOT_BYTES;
-            const bool mine = of_lane < of_slot && at + of_lane < order.count;
-            const u32 bytes = !mine ? 0 : order.whole() ? PAIR_BYTES : PAIR_BYTES / 2;  // half a pair has no header of its own
-            const u32 all = __reduce_add_sync(WARP_ALL, bytes);
-            if (lane == 0) phase_arrive_expecting(bar, all);
-            __syncwarp();
-            if (mine) {
-                const u8* from = row + order.unit() / UNITS_OF_SPAN * HEADERS * SPAN_BYTES;
-                if constexpr (SPAN > 128) {
-                    bulk_copy_once(slot, from, HEADER_BYTES, bar, policy);
-                    bulk_copy_once(slot + HEADER_BYTES, from + HEADER_BYTES + order.unit() % UNITS_OF_SPAN * UNIT_BYTES, 2 * UNIT_BYTES, bar, policy);
-                } else bulk_copy_once(slot, from, bytes, bar, policy);
-            }
-            for (u32 i = 0; i < of_slot; i++) order.next();
-            __syncwarp();
-        }
-    }
-}
+// Fills every WEIGHT_COPIERS-th slot of the ring. By a warp, a half tile a lane.
+struct WeightCopier {
+    Ring ring;
+    u32 turn;  // slots until this warp's next
+    u64 policy;
 
-// Panels in shared memory. Their barriers are one after the other, like the ring's.
-struct Panels {
-    u32 base, full, empty, passed;  // passed: panels of the stages before
-    __device__ __forceinline__ u32 slot(u32 at) const { return (passed + at) % PANELS; }
-    __device__ __forceinline__ u32 parity(u32 at) const { return (passed + at) / PANELS & 1; }
-};
-
-// Brings every BRINGERS-th pair of panels. By a warp.
-__device__ __forceinline__ void bring_panels(const Product& p, Panels& panels, u32 bringer, u32 lane) {
-    Order order(p);
-    const u32 all = (p.run + p.tiles - 1) / p.tiles * order.count, my_first = (bringer + BRINGERS - panels.passed % BRINGERS) % BRINGERS;
-    const u32 row0 = lane / 8, piece = lane % 8, lane_at = panel_at(row0, piece), by = piece % 2 ? X_HIGH : X_LOW;
-    for (u32 i = 0; i < my_first; i++) order.next();
-    u32 fetched = my_first, fetched_slot = panels.slot(my_first), fetched_parity = panels.parity(my_first);
-    auto fetch = [&]() {
-        if (fetched < all) {
-            phase_wait(panels.empty + 8 * fetched_slot, fetched_parity ^ 1);
-            const u8* from = p.x + row0 * p.x_stride + order.unit() * 128 + piece * 16;
-            const u32 to = panels.base + fetched_slot * 2 * PANEL_BYTES + lane_at;
-            const bool whole = order.whole();
+    __device__ __forceinline__ void fill(const Product& p, u32 lane) {
+        const u32 row_bytes = p.k / SPAN * SPAN_BYTES;
+        for (u32 first = 0; first < p.run; first += p.tiles) {
+            const u32 tiles = min(p.tiles, p.run - first), tile = p.tile0 + first + min(lane, tiles - 1);
+            const u8* row = p.w[0];
 #pragma unroll
-            for (u32 i = 0; i < WIDE / 4; i++, from += 4 * p.x_stride)  // rows 4 further on: the pieces of half of them change places
-                if (row0 + 4 * i < p.rows) {
-                    const u32 there = i % 2 ? (to + i * 512) ^ 64 : to + i * 512;
-                    copy16(there, from, 16);
-                    if (whole) copy16(there + PANEL_BYTES, from + 128, 16);
+            for (int i = 0; i < 4; i++)
+                if (tile >= p.first[i]) row = p.w[i] + (u64)(tile - p.first[i]) * row_bytes;
+            const u32 to = ring.base + lane * CELL_BYTES * (p.tiles > FEW_TILES ? 1 : 3);
+            Order order(p);
+            for (u32 left = order.all(); left > 0; left--, order.next(), ring.next()) {
+                if (turn--) continue;
+                turn = WEIGHT_COPIERS - 1;
+                phase_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1);
+                const u32 bar = ring.full + 8 * ring.slot, count = order.count(), slot = to + ring.slot * SLOT_BYTES;
+                if (lane == 0) phase_arrive_expecting(bar, tiles * count * CELL_BYTES);
+                __syncwarp();
+                if (lane < tiles) {
+                    if constexpr (SPAN > 64) {
+                        for (u32 i = 0; i < count; i++) {
+                            const u32 unit = order.unit() + i;
+                            const u8* from = row + unit / UNITS_OF_SPAN * SPAN_BYTES;
+                            bulk_copy_once(slot + i * CELL_BYTES, from, HEADER_BYTES, bar, policy);
+                            bulk_copy_once(slot + i * CELL_BYTES + HEADER_BYTES, from + HEADER_BYTES + unit % UNITS_OF_SPAN * UNIT_BYTES, UNIT_BYTES, bar, policy);
+                        }
+                    } else bulk_copy_once(slot, row + order.unit() * CELL_BYTES, count * CELL_BYTES, bar, policy);
                 }
-        }
-        copies_commit();
-        fetched += BRINGERS, fetched_slot += BRINGERS;
-        if (fetched_slot >= PANELS) fetched_slot -= PANELS, fetched_parity ^= 1;
-#pragma unroll 1
-        for (u32 i = 0; i < BRINGERS; i++) order.next();
-    };
-    u32 slot = fetched_slot;
-#pragma unroll
-    for (u32 i = 0; i < PANELS_AHEAD; i++) fetch();
-#pragma unroll 1
-    for (u32 at = my_first; at < all; at += BRINGERS) {
-        copies_wait<PANELS_AHEAD - 1>();
-        u32 a[4];
-        ones(a);
-#pragma unroll 1
-        for (u32 r = 0; r < WIDE / 16; r++) {  // 32 rows of a panel
-            const u32 half = r % 2, row = r / 2 * 32, panel = panels.base + (slot * 2 + half) * PANEL_BYTES + row * 128;
-            // A lane scales what it copied. Rows that are not there are zeros.
-            u32 v[8][4];
-#pragma unroll
-            for (u32 i = 0; i < 8; i++)
-                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[i][0]), "=r"(v[i][1]), "=r"(v[i][2]), "=r"(v[i][3])
-                             : "r"(i % 2 ? (panel + lane_at + i * 512) ^ 64 : panel + lane_at + i * 512));
-#pragma unroll
-            for (u32 i = 0; i < 8; i++) {
-                const bool there = row + i * 4 + row0 < p.rows;
-#pragma unroll
-                for (int e = 0; e < 4; e++) v[i][e] = there ? mul_bf16x2(v[i][e], by) : 0;
-                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(i % 2 ? (panel + lane_at + i * 512) ^ 64 : panel + lane_at + i * 512),
-                             "r"(v[i][0]), "r"(v[i][1]), "r"(v[i][2]), "r"(v[i][3])
-                             : "memory");
+                __syncwarp();
             }
-            __syncwarp();
-            u32 b[4][4][2];
-            float total[4][SUBS][4] = {};
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) load_matrices(b[i][2 * h], b[i][2 * h + 1], panel + i * 1024 + panel_at(lane % 8, h * 4 + lane / 8));
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) mma(total[i][j * SUBS / 4], a, b[i][j][0], b[i][j][1]);
-            const u32 to = panels.base + TOTALS_AT + ((slot * 2 + half) * SUBS * WIDE + row + 2 * lane) * 4;
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int s = 0; s < SUBS; s++)
-                    if (lane < 4)
-                        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + (s * WIDE + i * 8) * 4), "f"(total[i][s][0]), "f"(total[i][s][1]) : "memory");
         }
-        fence_shared_async();
-        __syncwarp();
-        if (lane == 0) phase_arrive(panels.full + 8 * slot);
-        slot = slot + BRINGERS >= PANELS ? slot + BRINGERS - PANELS : slot + BRINGERS;
-        fetch();
     }
-    copies_wait<0>();
-    panels.passed += all;
+};
+
+// Slots of as many panels and their totals as sums are abreast. Each product begins with the first.
+struct Panels {
+    u32 base, full, empty, slots, slot, parities;  // a bit each
+    __device__ __forceinline__ void begin(u32 abreast) { slots = 3 * PANELS / abreast, slot = 0; }
+    __device__ __forceinline__ u32 parity() const { return parities >> slot & 1; }
+    __device__ __forceinline__ void next() {
+        parities ^= 1 << slot;
+        if (++slot == slots) slot = 0;
+    }
+};
+
+// Copies panels. By one thread.
+__device__ __forceinline__ void copy_panels(const Product& p, Panels& panels) {
+    Order order(p);
+    panels.begin(order.abreast);
+    for (u32 left = (p.run + p.tiles - 1) / p.tiles * order.all(); left > 0; left--, order.next(), panels.next()) {
+        phase_wait(panels.empty + 8 * panels.slot, panels.parity() ^ 1);
+        const u32 bar = panels.full + 8 * panels.slot, count = order.count(), unit = order.unit(), place = panels.slot * order.abreast;
+        phase_arrive_expecting(bar, count * (PANEL_BYTES + TOTALS_BYTES));
+        bulk_copy(panels.base + place * PANEL_BYTES, p.x + unit * PANEL_BYTES, count * PANEL_BYTES, bar);
+        bulk_copy(panels.base + TOTALS_AT + place * TOTALS_BYTES, p.x + p.k / 64 * PANEL_BYTES + unit * TOTALS_BYTES, count * TOTALS_BYTES, bar);
+    }
 }
 
 // What a block's computing warps keep from stage to stage.
@@ -180,137 +126,161 @@ struct Block {
     u32 warp, lane, cross, cross_parity;
 };
 
-// Warpgroups take turns in adding to the sums in shared memory: the first waits for 4, the second for 3.
-__device__ __forceinline__ void turn_begins(u32 group) { asm volatile("bar.sync %0, 256;" ::"r"(4 - group) : "memory"); }
-__device__ __forceinline__ void turn_ends(u32 group) { asm volatile("bar.arrive %0, 256;" ::"r"(3 + group) : "memory"); }
+// Warpgroups that have sums of the same half tiles add them in turns.
+#define TURNS_AT 5  // barriers
+__device__ __forceinline__ void turn_begins(u32 group) { asm volatile("bar.sync %0, 256;" ::"r"(TURNS_AT + group) : "memory"); }
+__device__ __forceinline__ void turn_ends(u32 group) { asm volatile("bar.arrive %0, 256;" ::"r"(TURNS_AT + (group + 1) % 3) : "memory"); }
 
-// The sums of a pass of `tiles` half tiles, into shared memory; MINE of a warp.
+// The sums of a pass of `tiles` half tiles, into shared memory. Of MINE half tiles of this warp, if there are so many.
 template <int MINE>
-__device__ __forceinline__ void sums_of_pass(const Product& p, Order order, u32 tiles, Block& block) {
-    constexpr int OF_STEP = 4 / SUBS, STEPS = MINE * SUBS, RAWS = WIDE == 32 && MINE < 5 ? 2 : 1;
-    const u32 group = block.warp / 4, warp = block.warp % 4, lane = block.lane, t = lane % 4, of_slot = MOST_TILES / p.tiles;
+__device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block& block) {
+    constexpr int OF_STEP = 4 / SUBS, STEPS = MINE * SUBS, RAWS = WIDE < 64 && STEPS % 2 == 0 ? 2 : 1;
+    const Order order(p);
+    const bool three = order.abreast == 3;
+    const u32 group = block.warp / 4, my_sum = three ? group : 0, mine0 = block.warp % 4 + (three ? 0 : 4 * group), apart = three ? 4 : 12;
     float sum[MINE][WIDE / 2], raw[RAWS][WIDE / 2];
-    u32 operand[2][OF_STEP][4];
+    u32 operand[RAWS][OF_STEP][4];
     Unit unit;
     float scale[RAWS + 1][2], bias[RAWS + 1][2];
-    Ring& ring = block.ring;
-    u32 in_slot = 0, at = 0, panel = block.panels.slot(0), parity = block.panels.parity(0);
-    const u8 *const cells = block.shared + RING_AT + warp * PAIR_BYTES + lane * 16, *cell = cells + ring.slot * SLOT_BYTES;
-    const u64 panel0 = rows_along(block.panels.base) + group * (PANEL_BYTES / 16);
-    const float2* const totals0 = (const float2*)(block.shared + TOTALS_AT) + group * (SUBS * WIDE / 2) + t;
+    float2 total[SUBS][WIDE / 8];
 
-    auto arrive_at_pair = [&]() {
-        if (in_slot == 0) phase_wait(ring.full + 8 * ring.slot, ring.parity);
-        phase_wait(block.panels.full + 8 * panel, parity);
+    // Where this warp is. In registers of its own: made anew from where the block is, each would be a chain of slow instructions.
+    u32 lane = block.lane, left = order.all();
+    u32 cells_at = shared_address(block.shared) + RING_AT + (mine0 * order.abreast + my_sum) * CELL_BYTES, cell_at = cells_at + block.ring.slot * SLOT_BYTES;
+    u32 totals_at = shared_address(block.shared) + TOTALS_AT + block.panels.slot * order.abreast * TOTALS_BYTES + my_sum * TOTALS_BYTES + lane % 4 * 8;
+    const u32 second_at = apart * order.abreast * CELL_BYTES;
+    const bool second = mine0 + apart < tiles;
+    u64 panel = rows_along(block.panels.base + (block.panels.slot * order.abreast + my_sum) * PANEL_BYTES);
+    asm volatile("" : "+r"(lane), "+r"(cells_at), "+r"(cell_at), "+r"(totals_at));
+
+    auto enter = [&]() {
+        if (left == 0) return;
+        phase_wait(block.ring.full + 8 * block.ring.slot, block.ring.parity);
+        phase_wait(block.panels.full + 8 * block.panels.slot, block.panels.parity());
     };
-    // Makes the operands of step q. Step: a part with one scale of a unit of half tile warp + 4 m.
-    auto take = [&](u32(&to)[OF_STEP][4], int q) {
-        const int m = q / SUBS, s = q % SUBS;
-        if (s == 0) {
-            const u8* pair = cell + 4 * m * PAIR_BYTES - lane * 16;
-            const u8 *header = SPAN > 64 ? pair : pair + group * HEADERS * SPAN_BYTES, *codes = header + HEADER_BYTES + (SPAN > 64 ? group * UNIT_BYTES : 0);
-            if (warp + 4 * m < tiles) load_unit(unit, header, codes, SPAN > 64 ? (order.sum + group) % UNITS_OF_SPAN : 0, lane);
-        }
+    auto go_on = [&]() {
+        left--, block.ring.next(), block.panels.next();
+        cell_at = block.ring.slot == 0 ? cells_at : cell_at + SLOT_BYTES;
+        if (block.panels.slot == 0) {
+            totals_at -= (block.panels.slots - 1) * order.abreast * TOTALS_BYTES, panel -= (block.panels.slots - 1) * order.abreast * (PANEL_BYTES / 16);
+        } else totals_at += order.abreast * TOTALS_BYTES, panel += order.abreast * (PANEL_BYTES / 16);
+    };
+    auto leave = [&](u32 slot, u32 panels) {
+        __syncwarp();
+        if (lane == 0) phase_arrive(block.ring.empty + 8 * slot), phase_arrive(block.panels.empty + 8 * panels);
+    };
+    // Step: a part with one scale of a unit. Its codes come into registers, then the operands are made.
+    auto fetch = [&](int q, u32 first_sum) {
+        const int m = q / SUBS;
+        if (q % SUBS || (m > 0 && !second)) return;
+        const u8* at = (const u8*)__cvta_shared_to_generic(cell_at + m * second_at);
+        load_unit(unit, at, at + HEADER_BYTES, SPAN > 64 ? (first_sum + my_sum) % UNITS_OF_SPAN : 0, lane);
+    };
+    auto decode = [&](int q) {
+        u32(&to)[OF_STEP][4] = operand[q % RAWS];
 #pragma unroll
-        for (int j = 0; j < OF_STEP; j++) codes_of_step(to[j], unit, s * OF_STEP + j);
-        scales(unit, s, scale[q % (RAWS + 1)], bias[q % (RAWS + 1)]);
+        for (int j = 0; j < OF_STEP; j++) codes_of_step(to[j], unit, q % SUBS * OF_STEP + j);
+        scales(unit, q % SUBS, scale[q % (RAWS + 1)], bias[q % (RAWS + 1)]);
         keep(to);  // now, not when they are needed
     };
-    arrive_at_pair();
-    take(operand[0], 0);
+    auto start = [&](int q) {
+        u32(&a)[OF_STEP][4] = operand[q % RAWS];
+        keep(a), keep(raw[q % RAWS]);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < OF_STEP; j++) wgmma(raw[q % RAWS], a[j], panel + 2 * (q % SUBS * OF_STEP + j), j > 0);  // 32 bytes a step
+        wgmma_commit();
+    };
+    auto scaled = [&](int q) {
+        keep(operand[q % RAWS]), keep(raw[q % RAWS]);
+        const float(&by)[2] = scale[q % (RAWS + 1)], (&plus)[2] = bias[q % (RAWS + 1)];
+        float(&to)[WIDE / 2] = sum[q / SUBS];
+#pragma unroll
+        for (int i = 0; i < WIDE / 2; i++) {
+            const float2 of = total[q % SUBS][i / 4];
+            to[i] = fmaf(by[i / 2 % 2], raw[q % RAWS][i], fmaf(plus[i / 2 % 2], i % 2 ? of.y : of.x, to[i]));
+        }
+    };
+
+    enter();
+    fetch(0, 0), decode(0);
 #pragma unroll 1
-    for (u32 pair_sum = 0; pair_sum < 8; pair_sum += 2) {
+    for (u32 first_sum = 0; first_sum < 8; first_sum += order.abreast) {
 #pragma unroll
         for (int m = 0; m < MINE; m++)
 #pragma unroll
             for (int i = 0; i < WIDE / 2; i++) sum[m][i] = 0.f;
-        bool last = at == order.count;  // short products have less than eight sums
+        const u32 last_chunk = (order.chunk0 + order.length - 1) * 8, places = order.length - (last_chunk + first_sum >= order.units);
+        const u32 my_places = first_sum + my_sum < 8 ? order.length - (last_chunk + first_sum + my_sum >= order.units) : 0;
 #pragma unroll 1
-        while (!last) {
-            const bool mine = group == 0 || order.whole();
-            const u64 operand_at = panel0 + panel * (2 * PANEL_BYTES / 16);
-            const float2* totals = totals0 + panel * (SUBS * WIDE);
-            const u32 bar = block.panels.empty + 8 * panel;
-            auto start = [&](int q) {
-                u32(&a)[OF_STEP][4] = operand[q % 2];
-                keep(a), keep(raw[q % RAWS]);
-                wgmma_fence();
+        for (u32 place = 0; place < my_places; place++) {
+            const u32 slot = block.ring.slot, panels = block.panels.slot;
 #pragma unroll
-                for (int j = 0; j < OF_STEP; j++) wgmma(raw[q % RAWS], a[j], operand_at + 2 * (q % SUBS * OF_STEP + j), j > 0);  // 32 bytes a step
-                wgmma_commit();
-            };
-            auto scaled = [&](int q) {
-                keep(operand[q % 2]), keep(raw[q % RAWS]);
-                const float(&scale_now)[2] = scale[q % (RAWS + 1)], (&bias_now)[2] = bias[q % (RAWS + 1)];
+            for (int q = 0; q < STEPS; q++) {
+                start(q);
+                if (q == 0)
 #pragma unroll
-                for (int i = 0; i < WIDE / 2; i += 2) {
-                    const float2 total = totals[q % SUBS * WIDE / 2 + i / 4 * 4];
-                    float(&to)[WIDE / 2] = sum[q / SUBS];
-                    to[i] = fmaf(scale_now[i / 2 % 2], raw[q % RAWS][i], fmaf(bias_now[i / 2 % 2], total.x, to[i]));
-                    to[i + 1] = fmaf(scale_now[i / 2 % 2], raw[q % RAWS][i + 1], fmaf(bias_now[i / 2 % 2], total.y, to[i + 1]));
+                    for (int i = 0; i < SUBS * WIDE / 8; i++)
+                        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(total[i / (WIDE / 8)][i % (WIDE / 8)].x), "=f"(total[i / (WIDE / 8)][i % (WIDE / 8)].y)
+                                     : "r"(totals_at + i / (WIDE / 8) * WIDE * 4 + i % (WIDE / 8) * 32) : "memory");
+                const bool last = q + 1 == STEPS;
+                if (!last) fetch(q + 1, first_sum);
+                if (RAWS == 2 && q > 0) wgmma_wait<1>(), scaled(q - 1);
+                if (RAWS == 2 && !last) decode(q + 1);
+                if (last) {
+                    go_on(), enter();
+                    fetch(0, place + 1 < places ? first_sum : first_sum + order.abreast);
                 }
-            };
-            if (mine) {
-#pragma unroll
-                for (int q = 0; q < STEPS; q++) {
-                    start(q);
-                    if (RAWS == 2 && q > 0) wgmma_wait<1>(), scaled(q - 1);
-                    if (q + 1 < STEPS) take(operand[(q + 1) % 2], q + 1);
-                    if (RAWS == 1) wgmma_wait<0>(), scaled(q);
+                if (RAWS == 1 || last) {
+                    wgmma_wait<0>();
+                    if (RAWS == 1) {
+                        keep(operand[0]), keep(raw[0]);
+                        scaled(q), decode(last ? 0 : q + 1);
+                    } else scaled(q), decode(0);
                 }
-                if (RAWS == 2) wgmma_wait<0>(), scaled(STEPS - 1);
             }
-            __syncwarp();
-            if (lane == 0) phase_arrive(bar);
-            last = order.next(), at++, cell += p.tiles * PAIR_BYTES;
-            if (++in_slot == of_slot || at == order.count) {
-                if (lane == 0) phase_arrive(ring.empty + 8 * ring.slot);
-                ring.next(), in_slot = 0, cell = cells + ring.slot * SLOT_BYTES;
-            }
-            if (++panel == PANELS) panel = 0, parity ^= 1;
-            if (at < order.count) {
-                arrive_at_pair();
-                take(operand[0], 0);
-            }
+            leave(slot, panels);
         }
-        turn_begins(group);
+        // Places where others have a unit.
+#pragma unroll 1
+        for (u32 place = my_places; place < places; place++) {
+            const u32 slot = block.ring.slot, panels = block.panels.slot;
+            go_on(), enter();
+            if (place + 1 == places) fetch(0, first_sum + order.abreast), decode(0);
+            leave(slot, panels);
+        }
+        if (three && first_sum + group > 0) turn_begins(group);
 #pragma unroll
         for (int m = 0; m < MINE; m++)
-            if (warp + 4 * m < tiles) {
-                float* done = (float*)(block.shared + SUMS_AT + (warp + 4 * m) * TILE_BYTES) + lane;
+            if (mine0 + apart * m < tiles && first_sum + my_sum < 8) {
+                float* done = (float*)(block.shared + SUMS_AT + (mine0 + apart * m) * TILE_BYTES) + lane;
 #pragma unroll
                 for (int c = 0; c < WIDE / 2; c += 8) {  // loads first: each takes long
                     float before[8];
-                    if (pair_sum + group)
+                    if (first_sum + my_sum)
 #pragma unroll
                         for (int i = 0; i < 8; i++) before[i] = done[32 * (c + i)];
 #pragma unroll
-                    for (int i = 0; i < 8; i++) done[32 * (c + i)] = pair_sum + group ? before[i] + sum[m][c + i] : sum[m][c + i];
+                    for (int i = 0; i < 8; i++) done[32 * (c + i)] = first_sum + my_sum ? before[i] + sum[m][c + i] : sum[m][c + i];
                 }
             }
-        if (pair_sum < 6 || group == 0) turn_ends(group);
+        if (three && (first_sum + 3 < 8 || group < 2)) turn_ends(group);
     }
 }
 
 __device__ __forceinline__ void wide_product(const Product& p, const u64* word, Block& block) {
-    const Order order(p);
     const u32 lane = block.lane, g = lane / 4, t = lane % 4, rank = blockIdx.x % 2;
+    block.panels.begin(p.tiles > FEW_TILES ? 1 : 3);
     for (u32 first = 0; first < p.run; first += p.tiles) {
         const u32 tiles = min(p.tiles, p.run - first);
-        switch ((tiles + 3) / 4) {
-        case 1: sums_of_pass<1>(p, order, tiles, block); break;
-        case 2: sums_of_pass<2>(p, order, tiles, block); break;
-        case 3: sums_of_pass<3>(p, order, tiles, block); break;
-#if WIDE == 32
-        default: sums_of_pass<5>(p, order, tiles, block);
-#endif
-        }
-        block.panels.passed += order.count;
-        barrier(1, 32 * WARPS);
+        const u32 all = p.tiles > FEW_TILES ? (tiles + 11 - block.warp / 4 * 4) / 12 : (tiles + 3) / 4;
+        if (all > 1) sums_of_pass<2>(p, tiles, block);
+        else sums_of_pass<1>(p, tiles, block);
+        barrier(3, 32 * COMPUTERS);
 
         auto sums_at = [&](u32 at, u32 tile) { return (float*)(block.shared + at + tile * TILE_BYTES) + lane; };
         if (p.split > 1) {
-            for (u32 tile = block.warp; tile < tiles; tile += WARPS) {
+            for (u32 tile = block.warp; tile < tiles; tile += COMPUTERS) {
                 if (tile % 2 == rank) continue;
                 const float* from = sums_at(SUMS_AT, tile);
                 const u32 to = in_block(shared_address(sums_at(CROSS_AT, tile / 2)), rank ^ 1);
@@ -323,7 +293,7 @@ __device__ __forceinline__ void wide_product(const Product& p, const u64* word, 
             phase_wait_cluster(block.cross, block.cross_parity);
             block.cross_parity ^= 1;
         }
-        for (u32 tile = block.warp; tile < tiles; tile += WARPS) {
+        for (u32 tile = block.warp; tile < tiles; tile += COMPUTERS) {
             if (p.split > 1 && tile % 2 != rank) continue;
             const float *sums = sums_at(SUMS_AT, tile), *others = sums_at(CROSS_AT, tile / 2);
             u32 part = 0, before = 0;
@@ -348,6 +318,6 @@ __device__ __forceinline__ void wide_product(const Product& p, const u64* word, 
                     if (there(e)) out[place(e)] = fmaf(v[e], UNSCALE, is[e]);
             }
         }
-        if (block.warp >= 4) turn_ends(1);
+        if (first + p.tiles < p.run) barrier(3, 32 * COMPUTERS);  // all sums were read
     }
 }
