@@ -71,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
         phase_init(cross, COMPUTERS);
     }
 #if WIDE
-    Panels panels = {shared_address(base), cross + 8, cross + 8 + 24 * PANELS, 0, 0, 0};
+    Panels panels = {shared_address(base), cross + 8, cross + 8 + 8 * GROUPS * PANELS, 0, 0, 0};
     if (threadIdx.x == 0)
-        for (int i = 0; i < 3 * PANELS; i++) phase_init(panels.full + 8 * i, 1), phase_init(panels.empty + 8 * i, COMPUTERS);
+        for (int i = 0; i < GROUPS * PANELS; i++) phase_init(panels.full + 8 * i, 1), phase_init(panels.empty + 8 * i, COMPUTERS);
 #endif
 #endif
     // Blocks of a cluster write into each other's memory: both must be there, and stay.
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
             WeightCopier copier = {ring, warp - COMPUTERS, read_once()};
             for (u32 i = 0; i < count; i++)
                 if (program.kind[i] == 0) copier.fill(Product(program.word[i]), lane);
-        } else {
+        } else if (warp == COMPUTERS + COPIERS - 1) {
             wait();
             for (u32 i = 0; i < count; i++) {
                 if (program.kind[i] != 0) continue;

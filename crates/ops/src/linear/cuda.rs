@@ -261,7 +261,7 @@ impl Few {
         (split, run): (usize, usize),
     ) -> Option<Few> {
         let rows = 8 * blocks;
-        let (most, panels) = if rows == 64 { (18, 3) } else { (24, 5) };
+        let (most, panels) = if rows == 64 { (18, 3) } else { (24, 4) };
         if panel_bytes(group, rows) > WORK_BYTES {
             return None;
         }

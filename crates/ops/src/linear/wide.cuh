@@ -18,15 +18,17 @@
 #define FEW_TILES 8
 #define MOST_TILES (WIDE == 64 ? 18 : 24)
 #define CELL_BYTES (SPAN > 64 ? HEADER_BYTES + UNIT_BYTES : HEADERS * SPAN_BYTES)  // a unit of a half tile
-#define SLOT_BYTES (24 * CELL_BYTES)
-#define PANELS (WIDE == 64 ? 3 : 5)  // of three sums abreast
+#define SLOT_BYTES (CELLS * CELL_BYTES)
+#define PANELS (WIDE == 64 ? 3 : 4)  // of GROUPS sums abreast
 #define TILE_BYTES (WIDE * 64)  // sums of a half tile
 #define MOST_OWN 3  // half tiles that a block stores of a run whose k is split
-#define WEIGHT_COPIERS (COPIERS - 1)
+#define WEIGHT_COPIERS (RING < COPIERS - 1 ? RING : COPIERS - 1)  // no more than slots: see product.cuh
+#define GROUPS (COMPUTERS / 4)
+#define CELLS (FEW_TILES * GROUPS)  // of a slot
 
 // Shared memory, in this order, from a multiple of 1024 on.
-#define TOTALS_AT (PANELS * 3 * PANEL_BYTES)
-#define SUMS_AT (TOTALS_AT + PANELS * 3 * TOTALS_BYTES)
+#define TOTALS_AT (PANELS * GROUPS * PANEL_BYTES)
+#define SUMS_AT (TOTALS_AT + PANELS * GROUPS * TOTALS_BYTES)
 #define CROSS_AT (SUMS_AT + (MOST_TILES - MOST_OWN) * TILE_BYTES)
 #define RING_AT (SUMS_AT + MOST_TILES * TILE_BYTES)
 #define BARS_AT (RING_AT + RING * SLOT_BYTES)
@@ -36,7 +38,7 @@ struct Order {
     u32 chunk0, length, units, abreast;  // length: chunks, of which the last may have less than eight units
     u32 sum, place;                      // sum: the first of those that are abreast
     __device__ __forceinline__ explicit Order(const Product& p) {
-        chunk0 = p.chunk0, length = p.chunk1 - chunk0, units = min(p.k / 64, p.chunk1 * 8), abreast = p.tiles > FEW_TILES ? 1 : 3;
+        chunk0 = p.chunk0, length = p.chunk1 - chunk0, units = min(p.k / 64, p.chunk1 * 8), abreast = p.tiles > FEW_TILES ? 1 : GROUPS;
         sum = place = 0;
     }
     __device__ __forceinline__ u32 unit() const { return (chunk0 + place) * 8 + sum; }
@@ -69,7 +71,7 @@ struct WeightCopier {
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (tile >= p.first[i]) row = p.w[i] + (u64)(tile - p.first[i]) * row_bytes;
-            const u32 to = ring.base + lane * CELL_BYTES * (p.tiles > FEW_TILES ? 1 : 3);
+            const u32 to = ring.base + lane * CELL_BYTES * (p.tiles > FEW_TILES ? 1 : GROUPS);
             Order order(p);
             for (u32 left = order.all(); left > 0; left--, order.next(), ring.next()) {
                 if (turn--) continue;
@@ -97,7 +99,7 @@ struct WeightCopier {
 // Slots of as many panels and their totals as sums are abreast. Each product begins with the first.
 struct Panels {
     u32 base, full, empty, slots, slot, parities;  // a bit each
-    __device__ __forceinline__ void begin(u32 abreast) { slots = 3 * PANELS / abreast, slot = 0; }
+    __device__ __forceinline__ void begin(u32 abreast) { slots = GROUPS * PANELS / abreast, slot = 0; }
     __device__ __forceinline__ u32 parity() const { return parities >> slot & 1; }
     __device__ __forceinline__ void next() {
         parities ^= 1 << slot;
@@ -129,15 +131,16 @@ struct Block {
 // Warpgroups that have sums of the same half tiles add them in turns.
 #define TURNS_AT 5  // barriers
 __device__ __forceinline__ void turn_begins(u32 group) { asm volatile("bar.sync %0, 256;" ::"r"(TURNS_AT + group) : "memory"); }
-__device__ __forceinline__ void turn_ends(u32 group) { asm volatile("bar.arrive %0, 256;" ::"r"(TURNS_AT + (group + 1) % 3) : "memory"); }
+__device__ __forceinline__ void turn_ends(u32 group) { asm volatile("bar.arrive %0, 256;" ::"r"(TURNS_AT + (group + 1) % GROUPS) : "memory"); }
 
 // The sums of a pass of `tiles` half tiles, into shared memory. Of MINE half tiles of this warp, if there are so many.
 template <int MINE>
 __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block& block) {
     constexpr int OF_STEP = 4 / SUBS, STEPS = MINE * SUBS, RAWS = WIDE < 64 && STEPS % 2 == 0 ? 2 : 1;
     const Order order(p);
-    const bool three = order.abreast == 3;
-    const u32 group = block.warp / 4, my_sum = three ? group : 0, mine0 = block.warp % 4 + (three ? 0 : 4 * group), apart = three ? 4 : 12;
+    const bool several = order.abreast > 1;
+    const u32 group = block.warp / 4, my_sum = several ? group : 0;
+    const u32 mine0 = several ? block.warp % 4 : block.warp, apart = several ? 4 : COMPUTERS;  // my half tiles
     float sum[MINE][WIDE / 2], raw[RAWS][WIDE / 2];
     u32 operand[RAWS][OF_STEP][4];
     Unit unit;
@@ -149,7 +152,6 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
     u32 cells_at = shared_address(block.shared) + RING_AT + (mine0 * order.abreast + my_sum) * CELL_BYTES, cell_at = cells_at + block.ring.slot * SLOT_BYTES;
     u32 totals_at = shared_address(block.shared) + TOTALS_AT + block.panels.slot * order.abreast * TOTALS_BYTES + my_sum * TOTALS_BYTES + lane % 4 * 8;
     const u32 second_at = apart * order.abreast * CELL_BYTES;
-    const bool second = mine0 + apart < tiles;
     u64 panel = rows_along(block.panels.base + (block.panels.slot * order.abreast + my_sum) * PANEL_BYTES);
     asm volatile("" : "+r"(lane), "+r"(cells_at), "+r"(cell_at), "+r"(totals_at));
 
@@ -171,9 +173,8 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
     };
     // Step: a part with one scale of a unit. Its codes come into registers, then the operands are made.
     auto fetch = [&](int q, u32 first_sum) {
-        const int m = q / SUBS;
-        if (q % SUBS || (m > 0 && !second)) return;
-        const u8* at = (const u8*)__cvta_shared_to_generic(cell_at + m * second_at);
+        if (q % SUBS || (q >= SUBS && mine0 + apart >= tiles)) return;
+        const u8* at = (const u8*)__cvta_shared_to_generic(cell_at + q / SUBS * second_at);
         load_unit(unit, at, at + HEADER_BYTES, SPAN > 64 ? (first_sum + my_sum) % UNITS_OF_SPAN : 0, lane);
     };
     auto decode = [&](int q) {
@@ -249,7 +250,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
             if (place + 1 == places) fetch(0, first_sum + order.abreast), decode(0);
             leave(slot, panels);
         }
-        if (three && first_sum + group > 0) turn_begins(group);
+        if (several && first_sum + group > 0) turn_begins(group);
 #pragma unroll
         for (int m = 0; m < MINE; m++)
             if (mine0 + apart * m < tiles && first_sum + my_sum < 8) {
@@ -264,16 +265,16 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
                     for (int i = 0; i < 8; i++) done[32 * (c + i)] = first_sum + my_sum ? before[i] + sum[m][c + i] : sum[m][c + i];
                 }
             }
-        if (three && (first_sum + 3 < 8 || group < 2)) turn_ends(group);
+        if (several && (first_sum + GROUPS < 8 || group < GROUPS - 1)) turn_ends(group);
     }
 }
 
 __device__ __forceinline__ void wide_product(const Product& p, const u64* word, Block& block) {
     const u32 lane = block.lane, g = lane / 4, t = lane % 4, rank = blockIdx.x % 2;
-    block.panels.begin(p.tiles > FEW_TILES ? 1 : 3);
+    block.panels.begin(p.tiles > FEW_TILES ? 1 : GROUPS);
     for (u32 first = 0; first < p.run; first += p.tiles) {
         const u32 tiles = min(p.tiles, p.run - first);
-        const u32 all = p.tiles > FEW_TILES ? (tiles + 11 - block.warp / 4 * 4) / 12 : (tiles + 3) / 4;
+        const u32 all = p.tiles > FEW_TILES ? (tiles + COMPUTERS - 1 - block.warp / 4 * 4) / COMPUTERS : (tiles + 3) / 4;
         if (all > 1) sums_of_pass<2>(p, tiles, block);
         else sums_of_pass<1>(p, tiles, block);
         barrier(3, 32 * COMPUTERS);
