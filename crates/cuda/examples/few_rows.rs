@@ -2,7 +2,7 @@
 //! next to the time that their bytes need. Ops run one after another in a recorded sequence; "between
 //! products" is what they add to the products before and after them.
 //!
-//! `few_rows [gdn|attention]`: the lines whose name contains one of the words.
+//! `few_rows [gdn|attention|products]`: the lines whose name contains one of the words.
 
 mod common;
 
@@ -200,6 +200,9 @@ impl Bench {
             mixes.iter().flat_map(|mix| [&mix.prepare as &dyn Op, &mix.delta, &mix.norm]).collect();
         self.time(&name, &whole, layers, floor);
         self.time(&format!("  parts of {name}"), &parts, layers, floor);
+        if !self.wanted("products") {
+            return self.dev.reset().expect("a card that still answers");
+        }
         let outs = [(GDN.channels(), qkv), (GDN.values(), z), (heads, a), (heads, b)];
         let products = self.products(total, &outs, out);
         let mut alone = 0.0;
@@ -225,7 +228,7 @@ impl Bench {
         let table = self.pod(&table);
         let lanes = self.lanes(count, rows, pos, 0);
         let (total, width) = (lanes.rows, HEADS * DIM);
-        let scratch = self.alloc(Attention::scratch_bytes(total, HEADS, DIM));
+        let scratch = self.alloc(Attention::scratch_bytes(total, (HEADS, KV_HEADS), DIM));
         let (rotated, mixed) = (self.alloc(4 * total * width), self.alloc(4 * total * width));
         let q = self.floats(total * 2 * width, 3.0);
         let (k, v) =
@@ -297,6 +300,9 @@ impl Bench {
             .collect();
         self.time(&name, &whole, layers, floor);
         self.time(&format!("  parts of {name}"), &parts, layers, floor);
+        if !self.wanted("products") {
+            return self.dev.reset().expect("a card that still answers");
+        }
         let kv = KV_HEADS * DIM;
         let products = self.products(total, &[(2 * width, q), (kv, k), (kv, v)], out);
         let mut alone = 0.0;
@@ -320,7 +326,7 @@ fn main() {
     }
     bench.gdn((16, 8), 4);
     for lanes in [(1, 1), (1, 8), (4, 8)] {
-        for (pos, layers) in [(0, 16), (1000, 16), (8192, 8), (32_000, 4)] {
+        for (pos, layers) in [(0, 16), (1000, 16), (8192, 8), (32_000, 4), (128_000, 2)] {
             if lanes.0 == 1 || pos <= 8192 {
                 bench.attention(lanes, pos, layers);
             }

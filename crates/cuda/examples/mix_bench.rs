@@ -68,7 +68,7 @@ impl Bench {
         let table = self.pod(&table);
         let lanes = self.lanes(count, rows, pos, 0);
         let total = lanes.rows;
-        let scratch = self.alloc(Attention::scratch_bytes(total.min(128), HEADS, DIM));
+        let scratch = self.alloc(Attention::scratch_bytes(total.min(128), (HEADS, KV_HEADS), DIM));
         let (q, out) = (self.floats(total * HEADS * DIM, 3.0), self.alloc(4 * total * HEADS * DIM));
         let mut ops: Vec<Box<dyn Op>> = Vec::new();
         for _ in 0..layers {

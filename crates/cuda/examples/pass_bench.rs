@@ -15,9 +15,10 @@ use model::{
 };
 use ops::{ActDtype, Codes, Device, Format, Lanes, PAGE_TOKENS, Pass, Rope, ScaleDtype, Weight};
 
-/// Lanes, and tokens that one of them may have.
+/// Lanes, tokens that one of them may have, and pages of them all.
 const LANES: usize = 16;
-const CONTEXT: usize = 33 << 10;
+const CONTEXT: usize = 129 << 10;
+const PAGES: usize = 256 << 10 >> 6;
 /// Rows of a prefill pass.
 const CHUNK: usize = 2048;
 /// Multiply-adds of matrices in bf16, twice a second: what an H200 was measured to reach.
@@ -236,16 +237,20 @@ fn main() {
     let (bytes, elements) = (made.bytes, made.elements);
     println!("{:.2} GB a pass, made in {:.1} s", bytes as f64 / 1e9, start.elapsed().as_secs_f64());
     let dev = &mut bench.dev;
-    let pages = PageShape::full(LANES, CONTEXT / PAGE_TOKENS);
+    let pages = PageShape { pages: PAGES, ..PageShape::full(LANES, CONTEXT / PAGE_TOKENS) };
     let table = page_table(dev, &pages).expect("memory");
+    // All lanes read the same pages; those of one lane are its own.
+    let row: Vec<u32> = (0..pages.max_pages).map(|i| (i * 7919 % PAGES) as u32).collect();
+    dev.write(table, bytemuck::cast_slice(&row.repeat(LANES)));
     let state = State::new(dev, &StateShape::of(&target, BLOCK, pages, 0), table).expect("memory");
     let shape = ScratchShape::of(&target, (CHUNK, LANES * BLOCK), Vec::new(), ActDtype::Bf16);
     let scratch = Scratch::new(dev, &shape).expect("memory");
     let ids: Vec<u32> = (0..CHUNK as u32).map(|i| 1000 + 77 * i).collect();
     dev.write(scratch.ids, bytemuck::cast_slice(&ids));
     let mut passes = Passes { bench: &mut bench, target, state, scratch, bytes, elements };
-    for (lanes, pos) in [((1, 1), 0), ((1, 8), 0), ((1, 8), 8 << 10), ((1, 8), 32 << 10)] {
-        passes.round(lanes, pos);
+    for pos in [0, 8 << 10, 32 << 10, 128 << 10] {
+        passes.round((1, 1), pos);
+        passes.round((1, 8), pos);
     }
     for lanes in [(2, 8), (4, 8), (8, 8), (16, 8)] {
         passes.round(lanes, 0);

@@ -199,7 +199,7 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
         q: rotated,
         kv,
         out: mixed,
-        scratch: made.alloc(Attention::scratch_bytes(MOST, HEADS, DIM)),
+        scratch: made.alloc(Attention::scratch_bytes(MOST, (HEADS, KV_HEADS), DIM)),
         lanes,
         heads: HEADS,
         scale: 1.0 / 16.0,

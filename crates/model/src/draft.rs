@@ -178,7 +178,8 @@ impl DraftState {
         let conv = draft.layers.iter().find_map(|l| l.convs.as_ref()).map(|c| &c[0]);
         let dynamic = conv.map_or(0, |c| c.projection.n);
         let rank = draft.selector.as_ref().map_or(0, |s| s.rank);
-        let partials = Attention::scratch_bytes(rows, draft.heads, draft.head_dim);
+        let shape = (draft.heads, draft.kv_heads);
+        let partials = Attention::scratch_bytes(rows, shape, draft.head_dim);
         let kv_pools = kv_pools(dev, draft.layers.len(), table, heads, pages)?;
         let mut f32 = |rows: usize, width: usize, what: &str| dev.alloc(4 * rows * width, what);
         let x = f32(all, hidden, "draft residual stream")?;

@@ -180,7 +180,7 @@ fn attention(c: &mut Cut, s: &ScratchShape) -> AttentionScratch {
         q: c.f32(r, q),
         mixed: c.f32(r, q),
         gated: c.act(r, q, s.act),
-        partials: c.take(Attention::scratch_bytes(s.logit_rows, s.heads, s.head_dim)),
+        partials: c.take(Attention::scratch_bytes(s.logit_rows, (s.heads, s.kv_heads), s.head_dim)),
     }
 }
 

@@ -13,12 +13,14 @@ crate::testing::cases!(
     head_maps_and_dims,
     rows_and_edges,
     several_lanes,
+    more_items_than_blocks,
     windows_and_blocks,
     a_row_alone_returns_its_value,
     equal_scores_average_the_values,
     the_largest_score_takes_all,
     a_row_does_not_depend_on_its_neighbours,
     bits_do_not_depend_on_scratch,
+    a_row_does_not_depend_on_a_border_of_chunks,
     poison_stays_where_it_is_seen,
     prompts,
     prompts_may_be_cut_anywhere,
@@ -127,13 +129,13 @@ pub(crate) fn seen(shape: Shape, list: &[Lane]) -> Vec<(usize, usize)> {
 
 /// Of a round.
 pub(crate) fn build(b: &mut Builder, shape: Shape, list: &[Lane]) -> Attention {
-    let Shape { heads, dim, causal, window, .. } = shape;
+    let Shape { heads, kv_heads, dim, causal, window, .. } = shape;
     let kv = pool(b, shape, &seen(shape, list));
     let step =
         |&Lane { slot, pos, rows }: &Lane| LaneStep { rows, pos, slot, ..Default::default() };
     let lanes = b.lanes(list.iter().map(step));
     let rows = lanes.rows;
-    let scratch = b.bytes(&vec![0xFF; Attention::scratch_bytes(rows, heads, dim)]);
+    let scratch = b.bytes(&vec![0xFF; Attention::scratch_bytes(rows, (heads, kv_heads), dim)]);
     let out = b.out_f32("out", rows * heads * dim);
     b.reseed(5);
     let q = b.normal(rows * heads * dim, 1.0);
@@ -186,6 +188,14 @@ fn several_lanes() {
     let shape = Shape { dim: 32, ..SHAPE };
     check(shape, &[lane(2, 3, 8), lane(0, 300, 1), lane(1, 0, 0), lane(3, 127, 17)]);
     check(Shape { causal: false, ..shape }, &[lane(1, 64, 8), lane(0, 5, 8)]);
+}
+
+/// Lanes of one row and of several in turns, so that a block's items are not alike.
+#[cfg_attr(test, test)]
+fn more_items_than_blocks() {
+    let unlike: Vec<Lane> =
+        (0..150).map(|slot| lane(slot, 150 + slot, [1, 8, 3][slot as usize % 3])).collect();
+    check(Shape { dim: 16, ..SHAPE }, &unlike);
 }
 
 #[cfg_attr(test, test)]
@@ -260,6 +270,27 @@ fn a_row_does_not_depend_on_its_neighbours() {
             let step = LaneStep { rows: rows as u32, pos, ..Default::default() };
             op.lanes = Lanes { step: b.pod(&[step]), count: 1, rows, max_rows: rows };
             op.out = b.out_f32("rows", rows * 9 * 16);
+            op
+        });
+    }
+}
+
+/// Positions from which a row's chunks are longer on a card: here the rows of a pass have chunks of two lengths.
+#[cfg_attr(test, test)]
+fn a_row_does_not_depend_on_a_border_of_chunks() {
+    let shape = Shape { heads: 8, kv_heads: 8, dim: 16, ..SHAPE };
+    // Windows that begin inside a chunk, and whose chunks have all lengths.
+    check(Shape { window: Some(2048), ..shape }, &[lane(0, 2048 + 60, 3)]);
+    check(Shape { window: Some(2500), ..shape }, &[lane(0, 4500, 8)]);
+    check(Shape { causal: false, ..shape }, &[lane(0, 2048 - 4, 8)]);
+    for (pos, rows) in [(2048 - 4, 7), (2 * 2048 - 1, 2)] {
+        check(shape, &[lane(0, pos, rows)]);
+        row_invariance("attention at a border", rows as usize, |b, rows_here| {
+            let mut op = build(b, shape, &[lane(0, pos, rows)]);
+            let step = LaneStep { rows: rows_here as u32, pos, ..Default::default() };
+            op.lanes =
+                Lanes { step: b.pod(&[step]), count: 1, rows: rows_here, max_rows: rows_here };
+            op.out = b.out_f32("rows", rows_here * shape.heads * shape.dim);
             op
         });
     }
@@ -356,16 +387,20 @@ fn int8_extremes() {
     }
 }
 
-/// Several splits, and lanes of different lengths.
-fn long_lists() -> [Vec<Lane>; 2] {
-    [vec![lane(0, 9 * SPLIT + 3, 8)], vec![lane(1, 700, 2), lane(0, 2000, 20)]]
+/// Several splits, and lanes of different lengths. The last has chunks of two lengths on a card.
+fn long_lists() -> [Vec<Lane>; 3] {
+    [
+        vec![lane(0, 9 * SPLIT + 3, 8)],
+        vec![lane(1, 700, 2), lane(0, 2000, 20)],
+        vec![lane(1, 66 * 128 - 3, 5)],
+    ]
 }
 
 fn with_scratch(list: &[Lane], kv: KvDtype, fraction: usize) -> impl Fn(&mut Builder) -> Attention {
     move |b: &mut Builder| {
         let shape = Shape { heads: 8, kv_heads: 2, dim: 48, kv, ..SHAPE };
         let op = build(b, shape, list);
-        let scratch = op.scratch.slice(0, op.scratch.bytes / 32 * fraction);
+        let scratch = op.scratch.slice(0, (op.scratch.bytes * fraction / 32) & !3);
         Attention { scratch, ..op }
     }
 }

@@ -5,14 +5,21 @@ use crate::geometry::must_align;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
 use crate::{Op, PAGE_TOKENS, Pass, Unsupported};
 
-const SPLIT: Source = Source { name: "attention/split.cu", text: include_str!("split.cu") };
+const SPLIT: Source = Source {
+    name: "attention/split.cu",
+    text: concat!(
+        include_str!("items.cuh"),
+        "\n#line 1 \"attention/split.cu\"\n",
+        include_str!("split.cu"),
+    ),
+};
 const FLASH: Source = Source {
     name: "attention/flash.cu",
     text: concat!(include_str!("../wgmma.cuh"), include_str!("flash.cu")),
 };
 
-/// Rows of the matrix products of one item of work: at most so many tiles of 16.
-const MAX_TILES: usize = 4;
+/// Columns of the matrix products of one item of work: at most so many tiles of 8.
+const MAX_TILES: usize = 8;
 /// Warps of a block that compute.
 const WARPS: u32 = 8;
 
@@ -24,7 +31,7 @@ pub(super) fn plan(op: &Attention, card: &Card, plan: &mut Plan) -> Result<(), U
     if op.pass == Pass::Prompt && wide && card.arch == 90 {
         flash(op, shared, plan);
     } else {
-        must_align(op.name(), &[op.lanes.step])?;
+        must_align(op.name(), &[op.q, op.out, op.scratch, op.lanes.step])?;
         let split = Split::new(op, card)?;
         split.push(op, card, plan);
     }
@@ -91,10 +98,10 @@ impl Split {
         let (group, dim) = (op.heads / op.kv.kv_heads, op.kv.head_dim);
         let shape = |max_tiles: usize| {
             let rows = op.lanes.max_rows.max(1);
-            let most = (16 * max_tiles / group).max(1);
+            let most = (8 * max_tiles / group).max(1);
             // As many rows to each item.
             let rows = rows.div_ceil(rows.div_ceil(most));
-            let tiles = (rows * group).div_ceil(16);
+            let tiles = (rows * group).div_ceil(8);
             let units = (card.shared as usize).saturating_sub(fixed_bytes(dim, tiles) + 128)
                 / (unit_bytes(dim) + 16);
             (rows, tiles, units.min(8))
@@ -114,7 +121,7 @@ impl Split {
         Ok(Split { rows, tiles, units, shared: shared as u32 })
     }
 
-    pub(crate) fn defines(&self, op: &Attention) -> [(&'static str, i64); 9] {
+    pub(crate) fn defines(&self, op: &Attention) -> [(&'static str, i64); 10] {
         let [a, b, c, d, e] = defines(op);
         [
             a,
@@ -122,6 +129,7 @@ impl Split {
             c,
             d,
             e,
+            ("CHUNKS", most_chunks(op.kv.kv_heads) as i64),
             ("ROWS", self.rows as i64),
             ("TILES", self.tiles as i64),
             ("UNITS", self.units as i64),
@@ -129,11 +137,10 @@ impl Split {
         ]
     }
 
-    /// How many items scratch holds: sums of values, a maximum and a sum for each row and head.
-    pub(crate) fn capacity(&self, op: &Attention) -> Arg {
-        let item = 4 * (op.kv.head_dim + 2) * self.rows * op.heads / op.kv.kv_heads;
-        let capacity = (op.scratch.bytes / item) & !1;
-        Arg::U32(capacity.min(u32::MAX as usize - 1) as u32)
+    /// Whether scratch holds all rows' chunks, so that they are shared out among blocks.
+    pub(crate) fn in_parts(op: &Attention) -> Arg {
+        let bytes = op.lanes.rows * op.heads * partial_bytes(op.kv.kv_heads, op.kv.head_dim);
+        Arg::U32(u32::from(op.scratch.bytes >= bytes))
     }
 
     /// One more warp keeps the ring full where there is a copy engine.
@@ -143,8 +150,9 @@ impl Split {
 
     fn push(&self, op: &Attention, card: &Card, plan: &mut Plan) {
         let (kv, lanes) = (op.kv, op.lanes);
-        let (defines, capacity) = (self.defines(op), self.capacity(op));
-        let count = Arg::U32(lanes.count as u32);
+        let defines = self.defines(op);
+        let (count, rows) = (Arg::U32(lanes.count as u32), Arg::U32(lanes.rows as u32));
+        let in_parts = Split::in_parts(op);
         let args = [
             op.q.into(),
             kv.keys.into(),
@@ -155,14 +163,15 @@ impl Split {
             op.scratch.into(),
             count,
             Arg::U32(kv.max_pages as u32),
-            capacity,
+            rows,
+            in_parts,
             scale(op),
         ];
         let blocks = [card.sms, 1, 1];
         let launch = Launch::new(SPLIT, "split", &defines, blocks, Split::threads(card), &args);
         plan.push(launch.shared(self.shared));
         let grid = [lanes.rows as u32, op.heads as u32, 1];
-        let args = [lanes.step.into(), op.out.into(), op.scratch.into(), count, capacity];
+        let args = [lanes.step.into(), op.out.into(), op.scratch.into(), count, rows, in_parts];
         plan.push(Launch::new(SPLIT, "combine", &defines, grid, 64, &args));
     }
 }
@@ -170,9 +179,24 @@ impl Split {
 /// Shared memory beside the ring: `Shared` in `split.cu`.
 fn fixed_bytes(dim: usize, tiles: usize) -> usize {
     let quarter = dim / 8 + (24 - dim / 8 % 16) % 16;
-    let queries = (4 * 16 * tiles * (4 * quarter + 2)).next_multiple_of(16);
-    let weights = 16 * tiles * (2 * PAGE_TOKENS * 2 + 16);
-    queries + weights + 2 * 16 * tiles * 4 * WARPS as usize
+    let columns = 8 * tiles;
+    let queries = 4 * (4 * quarter + 2);
+    let weights = 2 * PAGE_TOKENS * 2 + 16;
+    let totals = 4 * WARPS as usize;
+    let (maxima, whole, factors, places) = (3 * 4, 8, 8, 4);
+    columns * (queries + weights + totals + maxima + whole + factors + places)
+}
+
+/// The most chunks that a row's keys are split into, unless its window begins inside one: about one item for each block of a
+/// large card. Not of the card at hand: a row's bits depend on it.
+fn most_chunks(kv_heads: usize) -> usize {
+    (132 / kv_heads).clamp(16, 66)
+}
+
+/// Scratch for one row and head: `Scratch` in `split.cu`.
+pub(super) fn partial_bytes(kv_heads: usize, head_dim: usize) -> usize {
+    let places = (most_chunks(kv_heads) + 1).next_multiple_of(2);
+    4 * places * (head_dim + 2)
 }
 
 /// Shared memory of one page of keys or values.

@@ -7,9 +7,10 @@
 //! Order of computation, the same for every number of rows, lanes and threads: keys in blocks of
 //! [`crate::PAGE_TOKENS`] positions on the absolute grid, online softmax through the blocks of a
 //! split ([`SPLIT_PAGES`] blocks on the absolute grid), splits merged in ascending order. How rows,
-//! heads and splits are shared out among threads is a matter of speed alone. A card may take prompts
-//! ([`Pass::Prompt`]) in steps of a page, without splits: passes of prompts agree bit for bit with one another,
-//! and with rounds up to rounding.
+//! heads and splits are shared out among threads is a matter of speed alone. A card makes splits longer the
+//! further on a row stands (`split.cu`), and may take prompts ([`Pass::Prompt`]) in steps of a page, without splits: there a
+//! row's bits follow from its position as well, passes of prompts agree bit for bit with one another, and with rounds up to
+//! rounding.
 //!
 //! Numerics: the reference works in f64. SIMD multiplies f32 queries with bf16 keys and values and
 //! adds in f32, one product after the other along `head_dim` and along the keys. Of int8 it multiplies the codes;
@@ -31,7 +32,7 @@ use crate::{
     Rounded, Unsupported,
 };
 
-/// Pages of one split: the part of a row's keys that is summed on its own and then merged.
+/// Pages of one split of the definition: the part of a row's keys that is summed on its own and then merged.
 pub const SPLIT_PAGES: usize = 4;
 
 /// Most query heads that share a key/value head.
@@ -65,12 +66,11 @@ pub struct Attention {
 impl Attention {
     /// Scratch for passes of up to `rows` rows that shall run in parallel along their keys: the rows
     /// of a verify block times the lanes that run together. `heads` query heads of `head_dim`
-    /// elements. A single block gets room for 33,000 keys to run side by side, many lanes for 9,000
-    /// each. More rows or keys, or no scratch at all, also work: they run with less of this
-    /// parallelism, and give the same bits.
-    pub fn scratch_bytes(rows: usize, heads: usize, head_dim: usize) -> usize {
-        let splits = (1056 / rows.max(1)).clamp(36, 132);
-        rows * heads * (host::TOTAL_BYTES + splits * host::partial_bytes(head_dim))
+    /// elements on `kv_heads`. Enough for any number of keys. More rows, or no scratch at all, also work:
+    /// they run with less of this parallelism, and give the same bits.
+    pub fn scratch_bytes(rows: usize, (heads, kv_heads): (usize, usize), head_dim: usize) -> usize {
+        let host = host::TOTAL_BYTES + host::SPLITS_AT_ONCE * host::partial_bytes(head_dim);
+        rows * heads * host.max(cuda::partial_bytes(kv_heads, head_dim))
     }
 
     /// Bytes and flops of one run whose lanes end at position `end` each, which the op itself can't

@@ -10,6 +10,7 @@ use crate::{Op, Unsupported};
 const KERNEL: Source = Source {
     name: "attn_mix/kernel.cu",
     text: concat!(
+        include_str!("../attention/items.cuh"),
         include_str!("../attention/split.cu"),
         include_str!("../attn_prepare/head.cuh"),
         "\n#line 1 \"attn_mix/kernel.cu\"\n",
@@ -46,7 +47,8 @@ fn fused(
     must_align(op.name(), &[queries.q, prepare.k, prepare.v, gate.out.buf, attention.out])?;
     must_align(op.name(), &[kv.keys, kv.values, attention.scratch, lanes.step])?;
     let shared = split.shared + beside;
-    let [heads, kv_heads, dim, causal, window, rows, tiles, units, _] = split.defines(attention);
+    let [heads, kv_heads, dim, causal, window, chunks, group, tiles, units, _] =
+        split.defines(attention);
     let [pairs, adjacent] = rope(prepare);
     let defines = [
         heads,
@@ -54,7 +56,8 @@ fn fused(
         dim,
         causal,
         window,
-        rows,
+        chunks,
+        group,
         tiles,
         units,
         ("SHARED", i64::from(shared)),
@@ -64,7 +67,8 @@ fn fused(
         ("STRIDE", gate.out.row_bytes() as i64),
         gate.out.define(op.name())?,
     ];
-    let (count, capacity) = (Arg::U32(lanes.count as u32), split.capacity(attention));
+    let (count, rows) = (Arg::U32(lanes.count as u32), Arg::U32(lanes.rows as u32));
+    let in_parts = Split::in_parts(attention);
     let args = [
         queries.q.into(),
         queries.norm.into(),
@@ -78,10 +82,10 @@ fn fused(
         lanes.step.into(),
         attention.out.into(),
         attention.scratch.into(),
-        gate.out.buf.into(),
         count,
         Arg::U32(kv.max_pages as u32),
-        capacity,
+        rows,
+        in_parts,
         prepare.eps.into(),
         scale(attention),
     ];
@@ -92,11 +96,12 @@ fn fused(
     let args = [
         queries.q.into(),
         lanes.step.into(),
+        attention.out.into(),
         attention.scratch.into(),
         gate.out.buf.into(),
         count,
-        capacity,
-        Arg::U32(card.sms),
+        rows,
+        in_parts,
     ];
     plan.push(Launch::new(KERNEL, "finish", &defines, grid, 64, &args));
     Ok(())

@@ -25,15 +25,17 @@ struct Head {
 
     __device__ __forceinline__ void norm(const float* weight, float eps) {
         if (!weight) return;
+        Head w;
+        w.load(weight);
+        norm(w, eps);
+    }
+    __device__ __forceinline__ void norm(const Head& weight, float eps) {
         float squares = 0.0f;
 #pragma unroll
         for (int j = 0; j < HEAD_OWN; j++) squares = __fmaf_rn(x[j], x[j], squares);
         float scale = 1.0f / sqrtf(__fmaf_rn(warp_sum(squares), 1.0f / DIM, eps));
 #pragma unroll
-        for (int j = 0; j < HEAD_OWN; j++) {
-            u32 i = threadIdx.x % 32 + 32 * j;
-            if (DIM % 32 == 0 || i < DIM) x[j] = __fmul_rn(__fmul_rn(x[j], scale), weight[i]);
-        }
+        for (int j = 0; j < HEAD_OWN; j++) x[j] = __fmul_rn(__fmul_rn(x[j], scale), weight.x[j]);
     }
 
     // Element l + 32 j + distance of lane l, for constants j and distance; anything beyond the head.
