@@ -1,6 +1,5 @@
 // What blocks do for attention of a round's rows: an item of work is a chunk of pages (on the absolute grid) for one
-// lane, one key/value head and some of the lane's rows. A block takes neighbours, which share their rows if they can; the items
-// follow from LaneStep.
+// lane, one key/value head and some of the lane's rows. Blocks take items in turn; the items follow from LaneStep.
 //
 // A row's chunks have as many pages as let CHUNKS of them hold all keys that a row at its position may see: a long context
 // makes chunks longer, not more. So about one item falls to a block, scratch has a place for each chunk of a row, and a
@@ -71,13 +70,13 @@ struct Item {
 // Walks a block's items in order. Rows are shared out among as many items as there are blocks for.
 struct Items {
     const LaneStep* steps;
-    u32 count, at, end, base, lane, row;
+    u32 count, at, base, lane, row;
     u32 group; // rows of an item
     bool split;
 
     // All threads of a warp together.
     __device__ __forceinline__ Items(const LaneStep* steps, u32 count, bool split)
-        : steps(steps), count(count), base(0), lane(0), row(0), split(split) {
+        : steps(steps), count(count), at(blockIdx.x), base(0), lane(0), row(0), split(split) {
         u32 all = 0;
         for (u32 l = threadIdx.x % 32; l < count; l += 32) {
             LaneStep step = step_of(steps, l);
@@ -92,30 +91,28 @@ struct Items {
         u32 parts = 8;
         while (parts > 1 && all * parts > gridDim.x) parts /= 2;
         group = (ROWS + parts - 1) / parts;
-        u32 share = parts > 1 ? 1 : (all + gridDim.x - 1) / gridDim.x;
-        at = blockIdx.x * share, end = at + share;
     }
 
     __device__ __forceinline__ bool next(Item& item) {
-        for (; at < end && lane < count; lane++, row = 0) {
+        for (; lane < count; lane++, row = 0) {
             LaneStep step = step_of(steps, lane);
             while (row < step.rows) {
                 Stretch stretch(step, row, group);
-                u32 chunks = split ? stretch.span.chunks : 1, items = stretch.groups * chunks * KV_HEADS;
-                u32 i = at - base;
+                u32 i = at - base, items = stretch.groups * (split ? stretch.span.chunks : 1) * KV_HEADS;
                 if (i < items) {
-                    u32 nth = i / chunks / KV_HEADS * group;
+                    u32 nth = i % stretch.groups * group;
                     item.step = step;
                     item.row = row + nth;
                     item.rows = min(stretch.rows - nth, group);
-                    item.kv_head = i / chunks % KV_HEADS;
+                    i /= stretch.groups;
+                    item.kv_head = i % KV_HEADS;
                     item.pages = stretch.span.pages;
-                    item.chunk = stretch.span.first + i % chunks;
+                    item.chunk = stretch.span.first + i / KV_HEADS;
                     item.chunks = split ? 1 : stretch.span.chunks;
                     u32 pos = step.pos + item.row;
                     item.first_page = start_of(pos) / PAGE_TOKENS;
                     item.last_page = (end_of(step, pos + item.rows - 1) - 1) / PAGE_TOKENS;
-                    at++;
+                    at += gridDim.x;
                     return true;
                 }
                 base += items, row += stretch.rows;

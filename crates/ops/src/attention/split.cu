@@ -564,14 +564,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
 #endif
     Work work = {keys, values, in_parts != 0, scale, Scratch(partials, rows), out, {0, 0}};
     Item item;
-    u32 made = 0xffffffff; // the queries in shared memory: their first row and key/value head
     while (items.next(item)) {
-        u32 wanted = (item.step.row0 + item.row) * KV_HEADS + item.kv_head;
-        if (wanted != made) {
-            load_queries(shared, item, q);
-            barrier(1, CONSUMERS);
-        }
-        made = wanted;
+        load_queries(shared, item, q);
+        barrier(1, CONSUMERS);
         work.take(shared, item, table + (u64)item.step.slot * max_pages);
     }
 }

@@ -52,14 +52,14 @@ __device__ __forceinline__ void make_keys(const Beside& beside, const Item& item
     }
 }
 
-// The item's query heads into shared memory; what is not there may stay anything. By all warps, AT_ONCE heads each.
-template <int AT_ONCE>
-__device__ __forceinline__ void make_heads(Shared& shared, const Beside& beside, const Item& item, const Inputs& in) {
+// The item's query heads into shared memory; what is not there may stay anything. By all warps, some heads each.
+#define HEADS_AT_ONCE 6
+__device__ __forceinline__ void make_queries(Shared& shared, const Beside& beside, const Item& item, const Inputs& in) {
     u32 lane = threadIdx.x % 32, heads = item.rows * GROUP;
-    for (u32 first = threadIdx.x / 32; first < heads; first += AT_ONCE * WARPS) {
-        Head x[AT_ONCE];
+    for (u32 first = threadIdx.x / 32; first < heads; first += HEADS_AT_ONCE * WARPS) {
+        Head x[HEADS_AT_ONCE];
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) {
+        for (int n = 0; n < HEADS_AT_ONCE; n++) {
             u32 m = min(first + n * WARPS, heads - 1), row = item.row + m / GROUP;
             u64 head = (u64)(item.step.row0 + row) * HEADS + item.kv_head * GROUP + m % GROUP;
             x[n].load(in.q + head * ((1 + GATED) * DIM));
@@ -68,13 +68,13 @@ __device__ __forceinline__ void make_heads(Shared& shared, const Beside& beside,
             Head weight;
             weight.load(in.q_norm);
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; n++) x[n].norm(weight, in.eps);
+            for (int n = 0; n < HEADS_AT_ONCE; n++) x[n].norm(weight, in.eps);
         }
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; n++)
+        for (int n = 0; n < HEADS_AT_ONCE; n++)
             x[n].turn(beside.turns[item.row + min(first + n * WARPS, heads - 1) / GROUP]);
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) {
+        for (int n = 0; n < HEADS_AT_ONCE; n++) {
             u32 m = first + n * WARPS;
 #pragma unroll
             for (int j = 0; j < HEAD_OWN; j++) {
@@ -84,13 +84,6 @@ __device__ __forceinline__ void make_heads(Shared& shared, const Beside& beside,
             }
         }
     }
-}
-
-__device__ __forceinline__ void make_queries(Shared& shared, const Beside& beside, const Item& item, const Inputs& in) {
-    u32 heads = item.rows * GROUP;
-    if (heads <= WARPS) make_heads<1>(shared, beside, item, in);
-    else if (heads <= 3 * WARPS) make_heads<3>(shared, beside, item, in);
-    else make_heads<6>(shared, beside, item, in);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
