@@ -73,7 +73,7 @@ fn shipped(card: Card) -> Vec<Launch> {
         let draft = draft.map(|d| Draft::load(&mut dev, &d, &mut |_| ()).expect("a dry run"));
         let drafter = if draft.is_some() { Drafter::DFlash } else { Drafter::None };
         // Lanes enough for every number of blocks of rows.
-        let options = EngineOptions { chunk: 2048, slots: 4, ..EngineOptions::default() };
+        let options = EngineOptions { chunk: 2048, slots: 8, ..EngineOptions::default() };
         let engine = Engine::new(dev, target, draft, drafter, options).expect("a dry run");
         dry.unsupported.clear();
         engine.rehearse(&mut dry);

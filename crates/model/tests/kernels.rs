@@ -75,13 +75,11 @@ impl Paper {
             draft_block(&mut dev, &self.draft, target, &self.draft_state, lanes);
         }
         assert_eq!(dev.unsupported, [], "sm_{}: {pass:?} of {rows} rows", self.card.arch);
-        // Tiles of a pass are a share, whether blocks share k is not.
-        let tiles = |name: &str| name.starts_with("T_") && name.matches('_').count() == 1;
+        // How many half tiles a pass has. Whether blocks share k is not looked at here but by the cases of `linear`.
+        let tiles = |name: &str| name.starts_with("T_");
         let kept = |name: &str| !but.contains(&name) && !tiles(name);
         let kernel = |l: &ops::kernel::Launch| {
             let defines = l.defines.as_slice().iter().copied().filter(|(name, _)| kept(name));
-            let split = |name| if tiles_shared(name) { "T_SPLIT" } else { name };
-            let defines = defines.map(|(name, value)| (split(name), value));
             // The mixers of several lanes are a launch of the code that one lane's are a stage of.
             match l.entry {
                 "gdn_mix" => ("chain.cu", "chain", defines.collect()),
@@ -90,11 +88,6 @@ impl Paper {
         };
         dev.launches.iter().map(kernel).collect()
     }
-}
-
-/// Whether a define is for passes of a product whose k is shared by two blocks.
-fn tiles_shared(name: &str) -> bool {
-    name.starts_with("T_") && name.matches('_').count() == 2
 }
 
 /// Defines that say how rows are shared out, of which no row's bits depend: rows and outputs of a block; and of kernels

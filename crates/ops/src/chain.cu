@@ -40,6 +40,9 @@ struct Meeting {
     }
 };
 
+#if defined(GDN_BLOCK) && COMPUTERS > WARPS
+#error a mixer beside wide products
+#endif
 #ifdef GDN_BLOCK
 // A head of a lane for each cluster at a time. The first begins before the blocks meet.
 __device__ __forceinline__ void gdn_stage(gdn::Shared& mixing, const u64* word, Meeting& meeting, bool meets, u32& exchanges) {
@@ -92,9 +95,12 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
             wait();
             for (u32 i = 0; i < count; i++) {
                 if (program.kind[i] != 0) continue;
+                const Product p(program.word[i]);
+                if (p.run == 0) continue;
                 barrier(2, 32 * (COMPUTERS + 1));  // its panels are there
                 asm volatile("fence.proxy.async.global;" ::: "memory");
-                if (lane == 0) copy_panels(Product(program.word[i]), panels);
+                if (lane == 0) copy_panels(p, panels);
+                __syncwarp();
             }
         }
         __syncwarp();
@@ -146,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
 #ifdef BLOCKS
 #if WIDE
             case 0:
-                asm volatile("bar.arrive 2, %0;" ::"n"(32 * (COMPUTERS + 1)) : "memory");
+                if (next.run) asm volatile("bar.arrive 2, %0;" ::"n"(32 * (COMPUTERS + 1)) : "memory");
                 wide_product(next, word, block);
                 break;
 #else

@@ -3,7 +3,7 @@
 //!
 //! A launch that [`joins`](crate::kernel::Launch::stage) is a chain of one stage. In a recorded sequence a
 //! runtime makes one launch of neighbours that join: their words one after the other, their defines
-//! together, and the most shared memory.
+//! together, and the most threads and shared memory.
 //!
 //! Blocks of joined stages wait for one another, so all of them have to be on the card at the same time: a chain has it
 //! to itself. Launches of one stream do (a launch's blocks begin when all those of the one before have begun); chains of
@@ -15,7 +15,7 @@ use crate::kernel::{Arg, Card, Launch, MOST_WORDS, Source};
 const SOURCE: Source = Source {
     name: "chain.cu",
     text: concat!(
-        "#define WARPS 8\n#define COPIERS 4\n#if defined(BLOCKS) && BLOCKS > 2\n#define COMPUTERS 12\n#else\n#define COMPUTERS WARPS\n#endif\n#ifdef BLOCKS\n",
+        "#define WARPS 8\n#define COPIERS 4\n#if defined(BLOCKS) && BLOCKS > 2 && __CUDA_ARCH__ == 900\n#define COMPUTERS 12\n#else\n#define COMPUTERS WARPS\n#endif\n#ifdef BLOCKS\n",
         include_str!("linear/weight.cuh"),
         include_str!("linear/fragments.cuh"),
         include_str!("linear/share.cuh"),
@@ -38,24 +38,30 @@ const SOURCE: Source = Source {
     ),
 };
 
-/// Dynamic shared memory of a block: enough for the stream of weights, and the rest is for what stages have of their own and
-/// for the small kernels between.
+/// Dynamic shared memory of a block, but for wide products: enough for the stream of weights, and the rest is for what stages have of
+/// their own and for the small kernels between.
 pub(crate) const SHARED: usize = 175_000;
 /// Static shared memory of a chain without a mixer, at most.
 pub(crate) const STATIC_SHARED: usize = 1024;
-/// Warps that compute; all of them take part in each stage.
+/// Warps that compute and take part in each stage.
 pub(crate) const WARPS: usize = 8;
-/// The same in chains with products of more than 16 rows.
+/// Warps that compute where products are wide.
 const WIDE_COMPUTERS: usize = 12;
-/// Warps that copy weights; three warps in all on each quarter of a multiprocessor.
+/// Warps that copy.
 const COPIERS: usize = 4;
-/// The most rows of a round for which it is worth reading weights again for each 32 rows: what more rows are multiplied with
-/// rounds differently.
+/// Rows of a round up to which products on sm_90 are not wide (product.cuh, beyond them wide.cuh).
+const NARROW: usize = 16;
+/// The most rows of a round that one product takes: what more rows are multiplied with rounds differently.
 pub(crate) const LIKE_ALONE: usize = 64;
 
 /// Whether the rows of a pass are a stage of a chain: a round's, as long as they don't keep the card busy by themselves.
 pub(crate) fn joins(pass: Pass, rows: usize) -> bool {
     pass == Pass::Round && rows <= LIKE_ALONE
+}
+
+/// Whether products of so many rows of a round are wide.
+pub(crate) fn wide(card: &Card, rows: usize) -> bool {
+    card.arch == 90 && rows > NARROW
 }
 
 /// What a stage does; chain.cu knows the numbers.
@@ -88,8 +94,9 @@ pub(crate) fn stage(
     words: &[Arg],
 ) -> Launch {
     assert!(words.len() <= MOST_WORDS, "{} words of a stage", words.len());
-    let wide = defines.iter().any(|&(name, value)| name == "BLOCKS" && value > 2);
-    let computers = if wide { WIDE_COMPUTERS } else { WARPS };
+    let rows =
+        defines.iter().find(|(name, _)| *name == "BLOCKS").map_or(0, |(_, n)| 8 * *n as usize);
+    let computers = if wide(card, rows) { WIDE_COMPUTERS } else { WARPS };
     let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (computers + COPIERS) as u32);
     let launch = Launch::new(SOURCE, "chain", defines, grid, threads, words);
     launch.shared(shared as u32).cluster(2).stage(kind as u32)

@@ -56,8 +56,8 @@ pub enum Arg {
     Work,
 }
 
-/// Enough for [panels](crate::Linear) of 64 rows of 30,000 inputs.
-pub const WORK_BYTES: usize = 4 << 20;
+/// Enough for 64 rows of 32,768 inputs of a product ([`crate::Linear`]) in any format.
+pub const WORK_BYTES: usize = 5 << 20;
 
 impl From<Buf> for Arg {
     fn from(buf: Buf) -> Arg {
@@ -83,7 +83,7 @@ impl From<f32> for Arg {
     }
 }
 
-/// A list of fixed capacity: plans are made without allocating.
+/// A list of fixed capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct List<T, const N: usize> {
     items: [T; N],

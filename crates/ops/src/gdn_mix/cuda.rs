@@ -71,10 +71,10 @@ fn few_rows(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsupported
         norm.eps.into(),
         (lanes.count as u32).into(),
     ];
-    // Wide products leave no shared memory for a mixer. A block of a chain has a multiprocessor to itself: with more heads than clusters, they would take turns. And
-    // the stage's shared memory has to fit beside the stream of weights.
+    // A block of a chain has a multiprocessor to itself: with more heads than clusters, they would take turns. And the stage's shared
+    // memory has to fit beside the stream of weights: wide products leave none.
     let fits = chain::SHARED + shared_bytes(g) + (2 << 10) <= card.shared as usize;
-    plan.push(if lanes.count <= 1 && lanes.rows <= 16 && fits {
+    plan.push(if lanes.count <= 1 && !chain::wide(card, lanes.rows) && fits {
         chain::stage(card, Kind::GdnMix, &defines, 0, &words)
     } else {
         let grid = [2, g.value_heads as u32, lanes.count as u32];

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::samples::{Kind, Sample, float, sample};
-use crate::kernel::{Card, Plan};
+use crate::kernel::{Arg, Card, Plan};
 use crate::linear::{DenseDtype, GgmlType, PackError, Source, TILE};
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
 use crate::{
@@ -362,6 +362,37 @@ fn kernels(op: &Linear, card: &Card, pass: Pass, rows: usize) -> BTreeSet<&'stat
     let mut plan = Plan::default();
     Linear { pass, rows, ..*op }.cuda(card, &mut plan).expect("a plan");
     plan.launches().iter().map(|launch| launch.entry).collect()
+}
+
+/// Whether two blocks share k decides the order of sums: it follows from shapes and the card alone.
+#[test]
+fn blocks_share_k_whatever_the_rows() {
+    let mut shared = BTreeSet::new();
+    for (arch, sms) in [(90, 132), (90, 78), (100, 148)] {
+        let card = Card { arch, sms, shared: 227 << 10 };
+        let mut dev = DryRun::on_card(card);
+        for (n, k) in [(5120, 6144), (5120, 17_408), (2048, 5120), (16_480, 5120), (40, 64)] {
+            let mlx = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+            let op = build(&mut Builder::new(&mut dev), mlx, 64, n, k, ActDtype::I8);
+            let split = |rows| splits(&op, &card, rows);
+            let one = split(1);
+            assert_eq!(one.len(), 1, "one product for one row");
+            shared.insert(format!("{one:?}"));
+            for rows in 2..=64 {
+                let some = split(rows);
+                assert!(some.iter().all(|s| *s == one[0]), "{n} x {k}, sm_{arch}: {rows} rows");
+            }
+        }
+    }
+    assert_eq!(shared.len(), 2, "some share k and some do not: {shared:?}");
+}
+
+/// Whether blocks share k, for each product of a round.
+fn splits(op: &Linear, card: &Card, rows: usize) -> Vec<Arg> {
+    let mut plan = Plan::default();
+    Linear { rows, ..*op }.cuda(card, &mut plan).expect("a plan");
+    let products = plan.launches().iter().filter(|l| l.args.as_slice().len() == 19);
+    products.map(|l| l.args.as_slice()[6]).collect()
 }
 
 fn in_parts(kind: Kind, (n, k): (usize, usize), cuts: &[usize]) {

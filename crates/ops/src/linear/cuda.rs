@@ -201,7 +201,7 @@ const PASSES: [(usize, &str); 6] =
     [(2, "T_2"), (3, "T_3"), (4, "T_4"), (5, "T_5"), (8, "T_8"), (9, "T_9")];
 const SPLIT_PASSES: [(usize, &str); 2] = [(3, "T_3_2"), (5, "T_5_2")];
 
-/// How a chain goes about a product: `product.cuh`, or `wide.cuh` if there are more than two blocks of rows.
+/// How a chain goes about a product: `product.cuh`, or `wide.cuh`.
 #[derive(Clone, Copy, Debug)]
 struct Few {
     /// Of eight rows.
@@ -210,7 +210,7 @@ struct Few {
     shared: usize,
     tiles: usize,
     split: usize,
-    /// The define that asks for this number of half tiles of a pass.
+    /// The define that asks for this number of half tiles of a pass, in `product.cuh`.
     pass: Option<&'static str>,
 }
 
@@ -219,7 +219,7 @@ impl Few {
     /// order of sums.
     fn new(group: &Group<'_>, card: &Card, blocks: usize) -> Option<Few> {
         let (split, run) = split(group.half_tiles(), group.k, card);
-        if blocks > 2 {
+        if chain::wide(card, 8 * blocks) {
             Few::wide(group, card, blocks, (split, run))
         } else {
             Few::narrow(group, card, blocks, (split, run))
@@ -233,10 +233,10 @@ impl Few {
         (split, run): (usize, usize),
     ) -> Option<Few> {
         // Accumulators are in registers.
-        const MOST: usize = 9;
+        let most = if blocks > 2 { 5 } else { 9 };
         let known: &[(usize, &str)] = if split > 1 { &SPLIT_PASSES } else { &PASSES };
-        let pass = run.div_ceil(run.div_ceil(MOST));
-        let &(tiles, pass) = known.iter().find(|(tiles, _)| (pass..=MOST).contains(tiles))?;
+        let pass = run.div_ceil(run.div_ceil(most));
+        let &(tiles, pass) = known.iter().find(|(tiles, _)| (pass..=most).contains(tiles))?;
         let layout = group.layout;
         // As in product.cuh: as many half tiles of a chunk as registers hold.
         let slot_tiles = match (blocks, layout.codes) {
@@ -297,7 +297,7 @@ fn split(tiles: usize, k: usize, card: &Card) -> (usize, usize) {
 }
 
 fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(), Unsupported> {
-    let sizes: &[usize] = if card.arch == 90 { &[1, 2, 4, 8] } else { &[1, 2] };
+    let sizes: &[usize] = if card.arch == 90 { &[1, 2, 4, 8] } else { &[1, 2, 4] };
     let mut first = 0;
     while first < op.rows {
         let left = op.rows - first;
@@ -317,7 +317,7 @@ fn few(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) -> Result<(
         let args = group.args(op, first, rows);
         let mut words = [Arg::Null; 19];
         words[..5].copy_from_slice(&args[..5]);
-        if few.blocks > 2 {
+        if chain::wide(card, 8 * few.blocks) {
             let panels = [&args[..4], &[Arg::Work]].concat();
             plan.push(chain::stage(card, Kind::Panels, &defines, few.shared, &panels));
             words[0] = Arg::Work;

@@ -1,6 +1,6 @@
 // What the products of a chain share: how a product is dealt to blocks, and the ring that its weights come through.
 
-#define WIDE (BLOCKS > 2 ? 8 * BLOCKS : 0)
+#define WIDE (BLOCKS > 2 && __CUDA_ARCH__ == 900 ? 8 * BLOCKS : 0)  // rows of wide.cuh, which takes over beyond 16
 #define CHUNK (WARPS * 64)  // inputs, of which each of a block's warps, or each of as many sums, takes 64
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
