@@ -292,9 +292,7 @@ impl<D: Device> Engine<D> {
     pub fn rehearse(&self, dev: &mut dyn Device) {
         let (target, s) = (&self.target, &self.scratch);
         // Prompts of few rows and of many, whose work cards share out in other ways.
-        for rows in
-            [self.options.chunk, 5 * PAGE_TOKENS, 4 * PAGE_TOKENS, 2 * PAGE_TOKENS, PAGE_TOKENS, 1]
-        {
+        for rows in [self.options.chunk, 320, 256, 128, 96, 64, 48, 32, 16] {
             let lanes = self.lanes(rows.min(self.options.chunk));
             model::forward(dev, target, &self.state, s, lanes, Pass::Prompt, 0..0);
             if let Some((draft, state)) = &self.draft {

@@ -193,6 +193,10 @@ __device__ __forceinline__ void phase_arrive_expecting(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                  : "memory");
 }
+// One of the arrivals that the barrier was made for, as soon as the thread's `copy16`s so far are done.
+__device__ __forceinline__ void phase_arrive_copied(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
 // Until the phase of this parity is over.
 __device__ __forceinline__ void phase_wait(u32 bar, u32 parity) {
     asm volatile(

@@ -303,9 +303,12 @@ fn prompts_of_exact_weights() {
             check(dtype, shape);
         }
     }
-    // More than a wave of blocks of 128 rows on a large card, but not of 160.
-    check(ScaleDtype::Bf16, (315, 11_400, 64));
+    // A wave of a large card's blocks for many rows.
+    check(ScaleDtype::Bf16, MANY);
 }
+
+/// Rows, outputs and inputs of a prompt's product that Hopper has another kernel for than for smaller ones.
+const MANY: (usize, usize, usize) = (155, 33_700, 64);
 
 /// The same op of a prompt.
 fn prompt(op: Linear) -> Linear {
@@ -326,8 +329,8 @@ fn prompts_may_be_cut_anywhere() {
             in_parts(kind, (n, k), cuts);
         }
     }
-    // More than a wave of blocks of 128 rows on a large card, but not of 160.
-    in_parts(mlx, (11_400, 128), &[64, 128, 123]);
+    // The whole is for a kernel of its own: see MANY.
+    in_parts(mlx, (MANY.1, MANY.2), &[64, 5, MANY.0 - 69]);
 }
 
 /// Kernels follow from the kind of pass, the format and the card; from rows only where a round has very many.
@@ -353,8 +356,12 @@ fn kernels_do_not_follow_from_rows() {
         }
         let mlx = Kind::Mlx(4, 64, ScaleDtype::Bf16);
         let op = build(&mut Builder::new(&mut dev), mlx, 8, 50, 64, ActDtype::I8);
-        let many = kernels(&op, &card, Pass::Prompt, 8) == BTreeSet::from(["linear_many"]);
-        assert_eq!(many, arch == 90, "sm_{arch}");
+        let short = kernels(&op, &card, Pass::Prompt, 8) == BTreeSet::from(["linear_short"]);
+        assert_eq!(short, arch == 90, "sm_{arch}");
+        let (rows, n, k) = MANY;
+        let op = build(&mut Builder::new(&mut dev), mlx, rows, n, k, ActDtype::I8);
+        let most = kernels(&op, &card, Pass::Prompt, rows) == BTreeSet::from(["linear_many"]);
+        assert_eq!(most, arch == 90, "sm_{arch}");
     }
 }
 

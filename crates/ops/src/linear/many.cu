@@ -1,54 +1,25 @@
-// linear of a prompt's rows: out[rows, n] (+)= x[rows, k] W[n, k]^T on the tensor cores of Hopper
+// linear of many of a prompt's rows: out[rows, n] (+)= x[rows, k] W[n, k]^T on the tensor cores of Hopper
 // shapes   x bf16 rows; W in the order of fragments.rs; out f32; k a multiple of 64 and of the span
-// launch   grid (rows / ROWS, outputs / OUTPUTS of each part): neighbours share weights; GROUPS warpgroups compute, one copies
+// launch   grid (rows / ROWS, outputs / OUTPUTS of each part): neighbours share weights; two warpgroups compute, one copies
 // traffic  x once for each OUTPUTS outputs and weights once for each ROWS rows, mostly from L2
 // source   definition: mod.rs reference(), with weights rounded to bf16
 //
-// Weights are the first operand, from registers: each warp reads its half tiles straight from memory some units ahead, makes bf16 of
+// Weights are the first operand, from registers: each warp reads its half tiles straight from memory a unit ahead, makes bf16 of
 // them while the tensor cores work on those before, and never shares them. Activations are the second operand, from shared memory.
 //
 // Sums. An output is one accumulator of the tensor cores, from 0, to which each 16 inputs are added in ascending order; `add` comes
-// last. Nothing of that depends on ROWS or GROUPS, on the rows of the pass, or on where a row lies: each has the same bits alone.
+// last. Nothing of that depends on the rows of the pass or on where a row lies: each has the same bits alone. short.cu has them too.
 //
-// Defines: those of weight.cuh; ROWS of a block, 64, 128 or 160; GROUPS, 1 or 2.
+// Defines: those of weight.cuh.
 
-#define OUTPUTS (128 * GROUPS)
-#define AHEAD (GROUPS == 2 ? 1 : 4)  // units of weights that a warp has asked for
+#define ROWS 160
+#define OUTPUTS 256
 #define STAGES 6
 #define IN_FLIGHT 4  // stages on their way
 #define STAGE_BYTES (ROWS * 128)
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A of the four steps of a unit: bf16 weights.
-__device__ __forceinline__ void weights_of_unit(u32 (&a)[4][4], const Unit& w) {
-#pragma unroll
-    for (int s = 0; s < SUBS; s++) {
-        float scale[2], bias[2];
-        scales(w, s, scale, bias);
-#pragma unroll
-        for (int o = 0; o < 2; o++) scale[o] *= 64.f;  // codes come out as code / 64, or code / 4 where they were shifted
-        const u32 by[2] = {pack_bf16(scale[0], scale[0]), pack_bf16(scale[1], scale[1])};
-        const u32 by_shifted[2] = {mul_bf16x2(by[0], 0x3d803d80u), mul_bf16x2(by[1], 0x3d803d80u)};  // 1 / 16
-        const u32 plus[2] = {pack_bf16(bias[0], bias[0]), pack_bf16(bias[1], bias[1])};
-#pragma unroll
-        for (int j = s * 4 / SUBS; j < (s + 1) * 4 / SUBS; j++) {
-            codes_of_step(a[j], w, j);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const bool shifted = CODES == 0 && i >= 2;
-                const u32 code = mul_bf16x2(a[j][i], 0x7f007f00u);  // times 2^127
-                if constexpr (SCALE == 1 && !SYMMETRIC) {  // scale and bias are bf16: rounded once
-                    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j][i]) : "r"(code), "r"(shifted ? by_shifted[i % 2] : by[i % 2]), "r"(plus[i % 2]));
-                } else {
-                    const float f = shifted ? scale[i % 2] * 0.0625f : scale[i % 2];
-                    a[j][i] = pack_bf16(fmaf(__uint_as_float(code << 16), f, bias[i % 2]), fmaf(__uint_as_float(code & 0xffff0000u), f, bias[i % 2]));
-                }
-            }
-        }
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1)
+extern "C" __global__ void __launch_bounds__(384, 1)
 linear_many(const u8* x, u32 x_stride, u32 rows, u32 k, u32 adds, const u8* w0, float* out0, u32 n0, const u8* w1, float* out1, u32 n1,
             const u8* w2, float* out2, u32 n2, const u8* w3, float* out3, u32 n3) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -56,7 +27,7 @@ linear_many(const u8* x, u32 x_stride, u32 rows, u32 k, u32 adds, const u8* w0, 
     const u32 base = (shared_address(shared) + 1023) / 1024 * 1024, full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     const u32 units = k / 64, row0 = blockIdx.x * ROWS;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) phase_init(full + 8 * i, 128), phase_init(empty + 8 * i, 4 * GROUPS);
+        for (int i = 0; i < STAGES; i++) phase_init(full + 8 * i, 128), phase_init(empty + 8 * i, 8);
         phase_init_fence();
     }
     __syncthreads();
@@ -64,9 +35,7 @@ linear_many(const u8* x, u32 x_stride, u32 rows, u32 k, u32 adds, const u8* w0, 
     wait();
 
     if (warp < 4) {  // copies activations
-#if GROUPS == 2
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#endif
         for (u32 u = 0; u < units + IN_FLIGHT - 1; u++) {
             if (u < units) {
                 const u32 slot = u % STAGES;
@@ -87,9 +56,7 @@ linear_many(const u8* x, u32 x_stride, u32 rows, u32 k, u32 adds, const u8* w0, 
         }
         return;
     }
-#if GROUPS == 2
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#endif
 
     // The part of this block, and its first output there.
     const u8* w = w0;
@@ -107,35 +74,29 @@ linear_many(const u8* x, u32 x_stride, u32 rows, u32 k, u32 adds, const u8* w0, 
 
     float sum[2][ROWS / 2];
     u32 a[2][4][4];
-    Unit unit[AHEAD][2];
+    Unit unit[2];
 #pragma unroll
-    for (int d = 0; d < AHEAD; d++)
+    for (int h = 0; h < 2; h++) load_unit(unit[h], from[h], 0, lane);
+    for (u32 u = 0; u < units; u++) {
+        const u32 slot = u % STAGES;
+        phase_wait(full + 8 * slot, u / STAGES & 1);
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-            if (d < units) load_unit(unit[d][h], from[h], d, lane);
-    for (u32 first = 0; first < units; first += AHEAD)
+        for (int h = 0; h < 2; h++) {
+            u32(&operand)[4][4] = a[h];
+            wgmma_wait<1>();  // those that read this operand before are done
+            keep(operand);
+            if (h == 1 && u > 0 && lane == 0) phase_arrive(empty + 8 * ((u - 1) % STAGES));
+            weights_of_unit(operand, unit[h]);
+            if (u + 1 < units) load_unit(unit[h], from[h], u + 1, lane);
+            keep(operand);
+            wgmma_fence();
 #pragma unroll
-        for (int d = 0; d < AHEAD; d++) {
-            const u32 u = first + d, slot = u % STAGES;
-            if (u >= units) break;
-            phase_wait(full + 8 * slot, u / STAGES & 1);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                u32(&operand)[4][4] = a[h];
-                wgmma_wait<1>();  // those that read this operand before are done
-                keep(operand);
-                if (h == 1 && u > 0 && lane == 0) phase_arrive(empty + 8 * ((u - 1) % STAGES));
-                weights_of_unit(operand, unit[d][h]);
-                if (u + AHEAD < units) load_unit(unit[d][h], from[h], u + AHEAD, lane);
-                keep(operand);
-                wgmma_fence();
-#pragma unroll
-                for (int j = 0; j < 4; j++) wgmma(sum[h], operand[j], rows_along(base + slot * STAGE_BYTES + 32 * j), u > 0 || j > 0);
-                wgmma_commit();
-            }
+            for (int j = 0; j < 4; j++) wgmma(sum[h], operand[j], rows_along(base + slot * STAGE_BYTES + 32 * j), u > 0 || j > 0);
+            wgmma_commit();
         }
+    }
     wgmma_wait<0>();
-    keep(a[0]), keep(a[1]);
+    keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
 
     const u32 g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -145,7 +106,8 @@ linear_many(const u8* x, u32 x_stride, u32 rows, u32 k, u32 adds, const u8* w0, 
         for (int i = 0; i < ROWS / 2; i++) {
             const u32 row = row0 + i / 4 * 8 + 2 * t + i % 2, output = o + i / 2 % 2 * 8;
             float* to = out + (u64)row * n + output;
-            if (row < rows && output < n) *to = adds >> part & 1 ? *to + sum[h][i] : sum[h][i];
+            const float value = sum[h][i] * WEIGHTS_UNSCALE;
+            if (row < rows && output < n) *to = adds >> part & 1 ? *to + value : value;
         }
     }
 }
