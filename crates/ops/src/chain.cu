@@ -7,16 +7,6 @@
 //
 // Defines: those of the stages that occur.
 
-#define MOST_STAGES 40
-#define WORDS 19
-
-struct Program {
-    u64* meetings;  // counts arrivals, for ever
-    u64 count;
-    u64 kind[MOST_STAGES];
-    u64 word[MOST_STAGES][WORDS];
-};
-
 // Where blocks meet: everything that was written before is visible after. Among compute warps.
 struct Meeting {
     u64* arrivals;
@@ -66,63 +56,22 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
     if (threadIdx.x == 0) gdn::init(mixing);
 #endif
 #ifdef BLOCKS
-    u8* base = WIDE ? shared + (1024 - shared_address(shared) % 1024) % 1024 : shared;
-    const u32 full = shared_address(base) + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
-    Ring ring = {shared_address(base) + RING_AT, full, empty, 0, 0};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, COMPUTERS);
-        phase_init(cross, COMPUTERS);
-    }
-#if WIDE
-    Panels panels = {shared_address(base), cross + 8, cross + 8 + 8 * GROUPS * PANELS, 0, 0, 0};
-    if (threadIdx.x == 0)
-        for (int i = 0; i < GROUPS * PANELS; i++) phase_init(panels.full + 8 * i, 1), phase_init(panels.empty + 8 * i, COMPUTERS);
-#endif
+    const Stream stream = begin_stream(shared);
 #endif
     // Blocks of a cluster write into each other's memory: both must be there, and stay.
     if (threadIdx.x == 0) phase_init_fence();
     __syncthreads();
     cluster_arrive();
     launch_next();
-#if WIDE
     if (warp >= COMPUTERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        if (warp < COMPUTERS + WEIGHT_COPIERS) {
-            WeightCopier copier = {ring, warp - COMPUTERS, read_once()};
-            for (u32 i = 0; i < count; i++)
-                if (program.kind[i] == 0) copier.fill(Product(program.word[i]), lane);
-        } else if (warp == COMPUTERS + COPIERS - 1) {
-            wait();
-            for (u32 i = 0; i < count; i++) {
-                if (program.kind[i] != 0) continue;
-                const Product p(program.word[i]);
-                if (p.run == 0) continue;
-                barrier(2, 32 * (COMPUTERS + 1));  // its panels are there
-                asm volatile("fence.proxy.async.global;" ::: "memory");
-                if (lane == 0) copy_panels(p, panels);
-                __syncwarp();
-            }
-        }
+#ifdef BLOCKS
+        copy_stream(stream, program, warp - COMPUTERS, lane);
         __syncwarp();
+#endif
         cluster_wait();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-        Block block = {base, ring, panels, warp, lane, cross, 0};
-#elif defined(BLOCKS)
-    if (warp >= WARPS) {
-        Copier copier = {ring, warp - WARPS, read_once()};
-        for (u32 i = 0; i < count && warp < WARPS + TURNS; i++)
-            if (program.kind[i] == 0) copier.fill(Product(program.word[i]), lane);
-        __syncwarp();
-        cluster_wait();
-    } else {
-        Block block = {shared, ring, warp, lane, cross, 0, 0};
-        for (u32 i = lane * 4; i < X_AHEAD * X_BYTES; i += 128)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(shared) + X_AT + warp * X_AHEAD * X_BYTES + i), "r"(0) : "memory");
-#else
-    if (warp >= COMPUTERS) {
-        cluster_wait();
-    } else {
+#ifdef BLOCKS
+        Block block = begin_block(stream, warp, lane);
 #endif
 #ifdef GDN_BLOCK
         u32 exchanges = 0;
@@ -144,20 +93,13 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
             }
 #endif
             if (i) meeting.meet();
-#if WIDE
+#if defined(BLOCKS) && WIDE
             if (kind == 5) panels_stage(word, warp, lane);
-            if (kind != 0 && warp >= WARPS) continue;
 #endif
+            if (COMPUTERS > WARPS && kind != 0 && warp >= WARPS) continue;
             switch (kind) {
 #ifdef BLOCKS
-#if WIDE
-            case 0:
-                if (next.run) asm volatile("bar.arrive 2, %0;" ::"n"(32 * (COMPUTERS + 1)) : "memory");
-                wide_product(next, word, block);
-                break;
-#else
             case 0: product(next, word, block); break;
-#endif
 #endif
 #ifdef NORM_WIDTH
             case 1: rms_norm_stage(word); break;

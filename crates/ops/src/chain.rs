@@ -15,7 +15,8 @@ use crate::kernel::{Arg, Card, Launch, MOST_WORDS, Source};
 const SOURCE: Source = Source {
     name: "chain.cu",
     text: concat!(
-        "#define WARPS 8\n#define COPIERS 4\n#if defined(BLOCKS) && BLOCKS > 2 && __CUDA_ARCH__ == 900\n#define COMPUTERS 12\n#else\n#define COMPUTERS WARPS\n#endif\n#ifdef BLOCKS\n",
+        include_str!("program.cuh"),
+        "\n#define WARPS 8\n#define COPIERS 4\n#if defined(BLOCKS) && BLOCKS > 2 && __CUDA_ARCH__ == 900\n#define COMPUTERS 12\n#else\n#define COMPUTERS WARPS\n#endif\n#ifdef BLOCKS\n",
         include_str!("linear/weight.cuh"),
         include_str!("linear/fragments.cuh"),
         include_str!("linear/share.cuh"),

@@ -24,7 +24,6 @@
 #define MOST_OWN 3                  // half tiles that a block stores of a run whose k is split
 
 // Shared memory, in this order.
-#define RING_AT 0
 #define X_AT (RING * SLOT_BYTES)
 #define SUMS_AT (X_AT + WARPS * X_AHEAD * X_BYTES)
 #define CROSS_AT (SUMS_AT + WARPS * MOST_ROUND * BLOCKS * 512)
@@ -108,12 +107,38 @@ __device__ __forceinline__ void multiply(float (*sum)[BLOCKS][4], const Unit* w,
     }
 }
 
+// Where things are in shared memory.
+struct Stream {
+    u8* shared;
+    Ring ring;
+    u32 cross;
+};
+__device__ __forceinline__ Stream begin_stream(u8* shared) {
+    const u32 full = shared_address(shared) + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, WARPS);
+        phase_init(cross, WARPS);
+    }
+    return {shared, {shared_address(shared), full, empty, 0, 0}, cross};
+}
+
+__device__ __forceinline__ void copy_stream(const Stream& stream, const Program& program, u32 copier, u32 lane) {
+    Copier copies = {stream.ring, copier, read_once()};
+    for (u32 i = 0; i < program.count && copier < TURNS; i++)
+        if (program.kind[i] == 0) copies.fill(Product(program.word[i]), lane);
+}
+
 // What a block's compute warps keep from stage to stage.
 struct Block {
     u8* shared;
     Ring ring;
     u32 warp, lane, cross, cross_parity, dirty;  // dirty: rows of the activation buffers that are not zeros
 };
+__device__ __forceinline__ Block begin_block(const Stream& stream, u32 warp, u32 lane) {
+    for (u32 i = lane * 4; i < X_AHEAD * X_BYTES; i += 128)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(stream.shared) + X_AT + warp * X_AHEAD * X_BYTES + i), "r"(0) : "memory");
+    return {stream.shared, stream.ring, warp, lane, stream.cross, 0, 0};
+}
 
 template <int TILES, int SPLIT>
 __device__ __forceinline__ void product(const Product& p, const u64* word, Block& block) {

@@ -1,4 +1,6 @@
-// What the products of a chain share: how a product is dealt to blocks, and the ring that its weights come through.
+// What the products of a chain share: how a product is dealt to blocks, and the ring that its weights come through. Both kinds of
+// product have these parts: `Stream`, `begin_stream`, by all threads; `copy_stream`, what copying warps do; `Block`, `begin_block` and
+// `product`, by warps that compute.
 
 #define WIDE (BLOCKS > 2 && __CUDA_ARCH__ == 900 ? 8 * BLOCKS : 0)  // rows of wide.cuh, which takes over beyond 16
 #define CHUNK (WARPS * 64)  // inputs, of which each of a block's warps, or each of as many sums, takes 64

@@ -120,13 +120,58 @@ __device__ __forceinline__ void copy_panels(const Product& p, Panels& panels) {
     }
 }
 
+// Where things are in shared memory.
+struct Stream {
+    u8* shared;  // from a multiple of 1024 on
+    Ring ring;
+    Panels panels;
+    u32 cross;
+};
+__device__ __forceinline__ Stream begin_stream(u8* shared) {
+    u8* base = shared + (1024 - shared_address(shared) % 1024) % 1024;
+    const u32 at = shared_address(base), full = at + BARS_AT, empty = full + 8 * RING, cross = empty + 8 * RING;
+    const Panels panels = {at, cross + 8, cross + 8 + 8 * GROUPS * PANELS, 0, 0, 0};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < RING; i++) phase_init(full + 8 * i, 1), phase_init(empty + 8 * i, COMPUTERS);
+        phase_init(cross, COMPUTERS);
+        for (int i = 0; i < GROUPS * PANELS; i++) phase_init(panels.full + 8 * i, 1), phase_init(panels.empty + 8 * i, COMPUTERS);
+    }
+    return {base, {at + RING_AT, full, empty, 0, 0}, panels, cross};
+}
+
+#define PANELS_READY 2  // a barrier, of computing warps and the one that copies panels
+__device__ __forceinline__ void copy_stream(const Stream& stream, const Program& program, u32 copier, u32 lane) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (copier < WEIGHT_COPIERS) {
+        WeightCopier copies = {stream.ring, copier, read_once()};
+        for (u32 i = 0; i < program.count; i++)
+            if (program.kind[i] == 0) copies.fill(Product(program.word[i]), lane);
+    } else if (copier == COPIERS - 1) {
+        Panels panels = stream.panels;
+        wait();
+        for (u32 i = 0; i < program.count; i++) {
+            if (program.kind[i] != 0) continue;
+            const Product p(program.word[i]);
+            if (p.run == 0) continue;
+            barrier(PANELS_READY, 32 * (COMPUTERS + 1));
+            asm volatile("fence.proxy.async.global;" ::: "memory");
+            if (lane == 0) copy_panels(p, panels);
+            __syncwarp();
+        }
+    }
+}
+
 // What a block's computing warps keep from stage to stage.
 struct Block {
-    u8* shared;  // from a multiple of 1024 on
+    u8* shared;
     Ring ring;
     Panels panels;
     u32 warp, lane, cross, cross_parity;
 };
+__device__ __forceinline__ Block begin_block(const Stream& stream, u32 warp, u32 lane) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    return {stream.shared, stream.ring, stream.panels, warp, lane, stream.cross, 0};
+}
 
 // Warpgroups that have sums of the same half tiles add them in turns.
 #define TURNS_AT 5  // barriers
@@ -269,7 +314,8 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
     }
 }
 
-__device__ __forceinline__ void wide_product(const Product& p, const u64* word, Block& block) {
+__device__ __forceinline__ void product(const Product& p, const u64* word, Block& block) {
+    if (p.run) asm volatile("bar.arrive %0, %1;" ::"n"(PANELS_READY), "n"(32 * (COMPUTERS + 1)) : "memory");
     const u32 lane = block.lane, g = lane / 4, t = lane % 4, rank = blockIdx.x % 2;
     block.panels.begin(p.tiles > FEW_TILES ? 1 : GROUPS);
     for (u32 first = 0; first < p.run; first += p.tiles) {
