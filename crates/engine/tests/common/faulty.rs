@@ -5,6 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
+use delegate::delegate;
 use ops::{Buf, Counters, Device, DeviceError, DeviceInfo, Fill, Host, Op};
 
 /// What is to go wrong; shared with the test.
@@ -55,8 +56,16 @@ impl Faulty {
 }
 
 impl Device for Faulty {
-    fn info(&self) -> DeviceInfo {
-        self.inner.info()
+    delegate! {
+        to self.inner {
+            fn info(&self) -> DeviceInfo;
+            fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>);
+            fn write(&mut self, buf: Buf, bytes: &[u8]);
+            fn read(&mut self, buf: Buf, out: &mut [u8]);
+            fn zero(&mut self, buf: Buf);
+            fn copy(&mut self, from: Buf, to: Buf);
+            fn counters(&self) -> Counters;
+        }
     }
 
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
@@ -64,26 +73,6 @@ impl Device for Faulty {
             return Err(DeviceError::OutOfMemory { bytes, what: what.to_owned() });
         }
         self.inner.alloc(bytes, what)
-    }
-
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
-        self.inner.upload(buf, piece, fill);
-    }
-
-    fn write(&mut self, buf: Buf, bytes: &[u8]) {
-        self.inner.write(buf, bytes);
-    }
-
-    fn read(&mut self, buf: Buf, out: &mut [u8]) {
-        self.inner.read(buf, out);
-    }
-
-    fn zero(&mut self, buf: Buf) {
-        self.inner.zero(buf);
-    }
-
-    fn copy(&mut self, from: Buf, to: Buf) {
-        self.inner.copy(from, to);
     }
 
     fn run(&mut self, op: &dyn Op) {
@@ -131,10 +120,6 @@ impl Device for Faulty {
 
     fn stamps(&mut self) -> Vec<f64> {
         Vec::new()
-    }
-
-    fn counters(&self) -> Counters {
-        self.inner.counters()
     }
 
     fn read_bandwidth(&mut self, _: &[Buf]) -> f64 {

@@ -13,6 +13,8 @@ pub use host::{Host, HostMode};
 pub use memory::Mem;
 pub use trace::{OpCount, Trace};
 
+use delegate::delegate;
+
 use crate::{ActDtype, Buf, Op, TileOrder, Unsupported};
 
 /// What a device is and prefers.
@@ -149,67 +151,24 @@ pub trait Device {
 
 /// Of whatever kind: chosen when the program starts.
 impl Device for Box<dyn Device> {
-    fn info(&self) -> DeviceInfo {
-        (**self).info()
-    }
-
-    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
-        (**self).alloc(bytes, what)
-    }
-
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
-        (**self).upload(buf, piece, fill);
-    }
-
-    fn write(&mut self, buf: Buf, bytes: &[u8]) {
-        (**self).write(buf, bytes);
-    }
-
-    fn read(&mut self, buf: Buf, out: &mut [u8]) {
-        (**self).read(buf, out);
-    }
-
-    fn zero(&mut self, buf: Buf) {
-        (**self).zero(buf);
-    }
-
-    fn copy(&mut self, from: Buf, to: Buf) {
-        (**self).copy(from, to);
-    }
-
-    fn run(&mut self, op: &dyn Op) {
-        (**self).run(op);
-    }
-
-    fn publish(&mut self, buf: Buf) {
-        (**self).publish(buf);
-    }
-
-    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
-        (**self).receive(out)
-    }
-
-    fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
-        (**self).replay(key, body);
-    }
-
-    fn stamp(&mut self) {
-        (**self).stamp();
-    }
-
-    fn stamps(&mut self) -> Vec<f64> {
-        (**self).stamps()
-    }
-
-    fn counters(&self) -> Counters {
-        (**self).counters()
-    }
-
-    fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
-        (**self).read_bandwidth(of)
-    }
-
-    fn sync(&mut self) -> Result<(), DeviceError> {
-        (**self).sync()
+    delegate! {
+        to (**self) {
+            fn info(&self) -> DeviceInfo;
+            fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError>;
+            fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>);
+            fn write(&mut self, buf: Buf, bytes: &[u8]);
+            fn read(&mut self, buf: Buf, out: &mut [u8]);
+            fn zero(&mut self, buf: Buf);
+            fn copy(&mut self, from: Buf, to: Buf);
+            fn run(&mut self, op: &dyn Op);
+            fn publish(&mut self, buf: Buf);
+            fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError>;
+            fn replay(&mut self, key: u64, body: &mut dyn FnMut(&mut dyn Device));
+            fn stamp(&mut self);
+            fn stamps(&mut self) -> Vec<f64>;
+            fn counters(&self) -> Counters;
+            fn read_bandwidth(&mut self, of: &[Buf]) -> f64;
+            fn sync(&mut self) -> Result<(), DeviceError>;
+        }
     }
 }

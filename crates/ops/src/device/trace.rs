@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
+use delegate::delegate;
+
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::{Buf, Cost, Op};
 
@@ -68,32 +70,19 @@ fn stamped(dev: &mut dyn Device, log: &mut Log, op: &dyn Op) {
 }
 
 impl<D: Device> Device for Trace<D> {
-    fn info(&self) -> DeviceInfo {
-        self.inner.info()
-    }
-
-    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
-        self.inner.alloc(bytes, what)
-    }
-
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
-        self.inner.upload(buf, piece, fill);
-    }
-
-    fn write(&mut self, buf: Buf, bytes: &[u8]) {
-        self.inner.write(buf, bytes);
-    }
-
-    fn read(&mut self, buf: Buf, out: &mut [u8]) {
-        self.inner.read(buf, out);
-    }
-
-    fn zero(&mut self, buf: Buf) {
-        self.inner.zero(buf);
-    }
-
-    fn copy(&mut self, from: Buf, to: Buf) {
-        self.inner.copy(from, to);
+    delegate! {
+        to self.inner {
+            fn info(&self) -> DeviceInfo;
+            fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError>;
+            fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>);
+            fn write(&mut self, buf: Buf, bytes: &[u8]);
+            fn read(&mut self, buf: Buf, out: &mut [u8]);
+            fn zero(&mut self, buf: Buf);
+            fn copy(&mut self, from: Buf, to: Buf);
+            fn publish(&mut self, buf: Buf);
+            fn counters(&self) -> Counters;
+            fn read_bandwidth(&mut self, of: &[Buf]) -> f64;
+        }
     }
 
     fn run(&mut self, op: &dyn Op) {
@@ -102,10 +91,6 @@ impl<D: Device> Device for Trace<D> {
         } else {
             self.inner.run(op);
         }
-    }
-
-    fn publish(&mut self, buf: Buf) {
-        self.inner.publish(buf);
     }
 
     fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
@@ -139,14 +124,6 @@ impl<D: Device> Device for Trace<D> {
         Vec::new()
     }
 
-    fn counters(&self) -> Counters {
-        self.inner.counters()
-    }
-
-    fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
-        self.inner.read_bandwidth(of)
-    }
-
     fn sync(&mut self) -> Result<(), DeviceError> {
         let synced = self.inner.sync();
         self.settle();
@@ -161,44 +138,25 @@ struct Stamping<'a> {
 }
 
 impl Device for Stamping<'_> {
-    fn info(&self) -> DeviceInfo {
-        self.dev.info()
-    }
-
-    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
-        self.dev.alloc(bytes, what)
-    }
-
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
-        self.dev.upload(buf, piece, fill);
-    }
-
-    fn write(&mut self, buf: Buf, bytes: &[u8]) {
-        self.dev.write(buf, bytes);
-    }
-
-    fn read(&mut self, buf: Buf, out: &mut [u8]) {
-        self.dev.read(buf, out);
-    }
-
-    fn zero(&mut self, buf: Buf) {
-        self.dev.zero(buf);
-    }
-
-    fn copy(&mut self, from: Buf, to: Buf) {
-        self.dev.copy(from, to);
+    delegate! {
+        to self.dev {
+            fn info(&self) -> DeviceInfo;
+            fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError>;
+            fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>);
+            fn write(&mut self, buf: Buf, bytes: &[u8]);
+            fn read(&mut self, buf: Buf, out: &mut [u8]);
+            fn zero(&mut self, buf: Buf);
+            fn copy(&mut self, from: Buf, to: Buf);
+            fn publish(&mut self, buf: Buf);
+            fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError>;
+            fn counters(&self) -> Counters;
+            fn read_bandwidth(&mut self, of: &[Buf]) -> f64;
+            fn sync(&mut self) -> Result<(), DeviceError>;
+        }
     }
 
     fn run(&mut self, op: &dyn Op) {
         stamped(self.dev, self.log, op);
-    }
-
-    fn publish(&mut self, buf: Buf) {
-        self.dev.publish(buf);
-    }
-
-    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
-        self.dev.receive(out)
     }
 
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
@@ -209,17 +167,5 @@ impl Device for Stamping<'_> {
 
     fn stamps(&mut self) -> Vec<f64> {
         Vec::new()
-    }
-
-    fn counters(&self) -> Counters {
-        self.dev.counters()
-    }
-
-    fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
-        self.dev.read_bandwidth(of)
-    }
-
-    fn sync(&mut self) -> Result<(), DeviceError> {
-        self.dev.sync()
     }
 }

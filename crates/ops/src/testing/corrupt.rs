@@ -1,5 +1,7 @@
 //! A device that gets one element of one op wrong, to see whether anyone notices.
 
+use delegate::delegate;
+
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
 use crate::{Bindings, Buf, Op};
 
@@ -47,32 +49,23 @@ impl<D: Device> Corrupt<D> {
 }
 
 impl<D: Device> Device for Corrupt<D> {
-    fn info(&self) -> DeviceInfo {
-        self.inner.info()
-    }
-
-    fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError> {
-        self.inner.alloc(bytes, what)
-    }
-
-    fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {
-        self.inner.upload(buf, piece, fill);
-    }
-
-    fn write(&mut self, buf: Buf, bytes: &[u8]) {
-        self.inner.write(buf, bytes);
-    }
-
-    fn read(&mut self, buf: Buf, out: &mut [u8]) {
-        self.inner.read(buf, out);
-    }
-
-    fn zero(&mut self, buf: Buf) {
-        self.inner.zero(buf);
-    }
-
-    fn copy(&mut self, from: Buf, to: Buf) {
-        self.inner.copy(from, to);
+    delegate! {
+        to self.inner {
+            fn info(&self) -> DeviceInfo;
+            fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError>;
+            fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>);
+            fn write(&mut self, buf: Buf, bytes: &[u8]);
+            fn read(&mut self, buf: Buf, out: &mut [u8]);
+            fn zero(&mut self, buf: Buf);
+            fn copy(&mut self, from: Buf, to: Buf);
+            fn publish(&mut self, buf: Buf);
+            fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError>;
+            fn stamp(&mut self);
+            fn stamps(&mut self) -> Vec<f64>;
+            fn counters(&self) -> Counters;
+            fn read_bandwidth(&mut self, of: &[Buf]) -> f64;
+            fn sync(&mut self) -> Result<(), DeviceError>;
+        }
     }
 
     fn run(&mut self, op: &dyn Op) {
@@ -85,35 +78,7 @@ impl<D: Device> Device for Corrupt<D> {
         }
     }
 
-    fn publish(&mut self, buf: Buf) {
-        self.inner.publish(buf);
-    }
-
-    fn receive(&mut self, out: &mut [u8]) -> Result<(), DeviceError> {
-        self.inner.receive(out)
-    }
-
     fn replay(&mut self, _key: u64, body: &mut dyn FnMut(&mut dyn Device)) {
         body(self);
-    }
-
-    fn stamp(&mut self) {
-        self.inner.stamp();
-    }
-
-    fn stamps(&mut self) -> Vec<f64> {
-        self.inner.stamps()
-    }
-
-    fn counters(&self) -> Counters {
-        self.inner.counters()
-    }
-
-    fn read_bandwidth(&mut self, of: &[Buf]) -> f64 {
-        self.inner.read_bandwidth(of)
-    }
-
-    fn sync(&mut self) -> Result<(), DeviceError> {
-        self.inner.sync()
     }
 }
