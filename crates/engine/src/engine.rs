@@ -287,13 +287,14 @@ impl<D: Device> Engine<D> {
         }
     }
 
-    /// Runs on `dev` every kind of op that this engine will run: of prefill passes of few rows and of
-    /// many, and of rounds of every number of lanes, with the drafter and without.
+    /// Runs on `dev` every kind of op that this engine will run: of prefill passes of any number of rows, and of rounds of every
+    /// number of lanes, with the drafter and without.
     pub fn rehearse(&self, dev: &mut dyn Device) {
         let (target, s) = (&self.target, &self.scratch);
-        // Prompts of few rows and of many, whose work cards share out in other ways.
-        for rows in [self.options.chunk, 320, 256, 128, 96, 64, 48, 32, 16] {
-            let lanes = self.lanes(rows.min(self.options.chunk));
+        // Cards share out the work of prompts by their rows, in tiles of multiples of 16.
+        let chunk = self.options.chunk;
+        for rows in (16..chunk).step_by(16).chain([chunk]) {
+            let lanes = self.lanes(rows);
             model::forward(dev, target, &self.state, s, lanes, Pass::Prompt, 0..0);
             if let Some((draft, state)) = &self.draft {
                 model::draft_context(dev, draft, state, s.features, lanes, Pass::Prompt);

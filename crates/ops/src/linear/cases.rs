@@ -1,6 +1,6 @@
 //! Cases every device must pass.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::samples::{Kind, Sample, float, sample};
 use crate::kernel::{Arg, Card, Plan};
@@ -369,6 +369,29 @@ fn kernels(op: &Linear, card: &Card, pass: Pass, rows: usize) -> BTreeSet<&'stat
     let mut plan = Plan::default();
     Linear { pass, rows, ..*op }.cuda(card, &mut plan).expect("a plan");
     plan.launches().iter().map(|launch| launch.entry).collect()
+}
+
+/// Who compiles kernels ahead goes through prompts of multiples of 16 rows.
+#[test]
+fn prompts_of_any_rows_have_the_kernels_of_multiples_of_16() {
+    let launches = |op: &Linear, card: &Card, rows| {
+        let mut plan = Plan::default();
+        prompt(Linear { rows, ..*op }).cuda(card, &mut plan).expect("a plan");
+        plan.launches().iter().map(|l| (l.source.name, l.defines, l.shared)).collect::<Vec<_>>()
+    };
+    let mut seen = HashSet::new();
+    let card = Card { arch: 90, sms: 132, shared: 227 << 10 };
+    let mut dev = DryRun::on_card(card);
+    for kind in Kind::quantized() {
+        let k = inputs(kind, 256);
+        let op = build(&mut Builder::new(&mut dev), kind, 2048, 5120, k, ActDtype::I8);
+        for rows in 1..=2048usize {
+            let all = launches(&op, &card, rows.next_multiple_of(16));
+            assert_eq!(launches(&op, &card, rows), all, "{kind:?}: {rows} rows");
+            seen.extend(all);
+        }
+    }
+    assert!(seen.len() > 2 * Kind::quantized().len(), "rows never mattered");
 }
 
 /// Whether two blocks share k decides the order of sums: it follows from shapes and the card alone.

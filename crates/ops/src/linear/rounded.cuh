@@ -1,7 +1,8 @@
 // Weights as bf16 operands of wgmma (after fragments.cuh).
 
 // Codes are multiplied as the subnormal numbers that their bits are (see X_LOW), by scales that make up for most of it. Weights come out
-// 2^-40 times what they should be, and so do sums; all of these are normal numbers and rounded as if they were not scaled.
+// 2^-40 times what they should be, and so do sums; from 2^-86 to 2^35 (bf16 and f32 scales) all of these are normal numbers and rounded as
+// if they were not scaled.
 #define WEIGHTS_UNSCALE 0x1p40f
 
 // A of the four steps of a unit: bf16 weights.
