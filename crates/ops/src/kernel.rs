@@ -115,6 +115,9 @@ impl<T: Copy, const N: usize> List<T, N> {
     }
 }
 
+/// Compile-time constants of a kernel.
+pub type Defines = List<(&'static str, i64), 24>;
+
 /// One kernel launch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Launch {
@@ -123,7 +126,7 @@ pub struct Launch {
     /// Its name: an `extern "C" __global__` function.
     pub entry: &'static str,
     /// Compile-time constants: geometry that the kernel is specialised for.
-    pub defines: List<(&'static str, i64), 24>,
+    pub defines: Defines,
     /// Blocks.
     pub grid: [u32; 3],
     /// Threads of a block.

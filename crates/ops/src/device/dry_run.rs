@@ -1,10 +1,10 @@
 //! A device that only counts: the memory plan, the cost and the route of every op, before any
 //! weight is loaded.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use crate::device::{Counters, Device, DeviceError, DeviceInfo, Fill};
-use crate::kernel::{Card, LIKE_ALONE, Launch, Plan};
+use crate::kernel::{Card, Defines, LIKE_ALONE, Launch, Plan};
 use crate::{ActDtype, Buf, Cost, Op, TileOrder, Unsupported};
 
 /// What one kind of op adds up to.
@@ -28,6 +28,8 @@ pub struct DryRun {
     pub unsupported: Vec<Unsupported>,
     /// The first launch of each kernel that the ops need on `card`. Stages of a sequence to record are joined.
     pub launches: Vec<Launch>,
+    /// What tells their kernels apart: where they are, and what they are compiled for.
+    kernels: HashSet<(&'static str, &'static str, Defines)>,
     card: Option<Card>,
     plan: Plan,
     recording: bool,
@@ -44,6 +46,7 @@ impl DryRun {
             ops: BTreeMap::new(),
             unsupported: Vec::new(),
             launches: Vec::new(),
+            kernels: HashSet::new(),
             card: None,
             plan: Plan::default(),
             recording: false,
@@ -88,10 +91,7 @@ impl DryRun {
     }
 
     fn note(&mut self, launch: Launch) {
-        let same = |l: &Launch| {
-            (l.entry, l.defines, l.source) == (launch.entry, launch.defines, launch.source)
-        };
-        if !self.launches.iter().any(same) {
+        if self.kernels.insert((launch.source.name, launch.entry, launch.defines)) {
             self.launches.push(launch);
         }
     }
