@@ -8,12 +8,12 @@
 // a half tile, starts from 0 and is scaled when it is done; both kinds of matrix instruction round alike.
 //
 // Work. A warpgroup multiplies four half tiles at a time, one a warp, and has at most two such rows. Up to FEW_TILES half tiles are
-// all each warpgroup's, and the three warpgroups have a sum each (ABREAST 3); more are dealt to them, and all have the same sum.
+// all each warpgroup's, and the three warpgroups have a sum each, abreast; more are dealt to them, and all have the same sum.
 //
 // Stream. Three warps copy weights, in turns: one warp takes too long to start so small copies. They run ahead into the next product.
 // One warp copies panels.
 //
-// Defines: those of weight.cuh; WIDE, 32 or 64 rows; RING.
+// Defines: those of weight.cuh; BLOCKS of eight rows, 4 or 8: WIDE rows; RING.
 
 #define FEW_TILES 8
 #define MOST_TILES (WIDE == 64 ? 18 : 24)
