@@ -86,6 +86,11 @@ pub(crate) fn blocks(card: &Card) -> usize {
     card.sms as usize / 2 * 2
 }
 
+/// A stage of wide products, which have more warps.
+pub(crate) fn widened(stage: Launch) -> Launch {
+    Launch { block: 32 * (WIDE_COMPUTERS + COPIERS) as u32, ..stage }
+}
+
 /// A chain of one stage.
 pub(crate) fn stage(
     card: &Card,
@@ -95,10 +100,7 @@ pub(crate) fn stage(
     words: &[Arg],
 ) -> Launch {
     assert!(words.len() <= MOST_WORDS, "{} words of a stage", words.len());
-    let rows =
-        defines.iter().find(|(name, _)| *name == "BLOCKS").map_or(0, |(_, n)| 8 * *n as usize);
-    let computers = if wide(card, rows) { WIDE_COMPUTERS } else { WARPS };
-    let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (computers + COPIERS) as u32);
+    let (grid, threads) = ([blocks(card) as u32, 1, 1], 32 * (WARPS + COPIERS) as u32);
     let launch = Launch::new(SOURCE, "chain", defines, grid, threads, words);
     launch.shared(shared as u32).cluster(2).stage(kind as u32)
 }

@@ -55,11 +55,7 @@ struct Copier {
                     if (lane == 0) phase_arrive_expecting(bar, count * bytes);
                     __syncwarp();
                     if (lane < count) {
-                        const u8* from = p.w[0];
-#pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            if (tile >= p.first[i]) from = p.w[i] + (u64)(tile - p.first[i]) * (p.k / SPAN * SPAN_BYTES);
-                        bulk_copy_once(ring.base + ring.slot * SLOT_BYTES + lane * CHUNK_BYTES, from + (u64)c * CHUNK_BYTES, bytes, bar, policy);
+                        bulk_copy_once(ring.base + ring.slot * SLOT_BYTES + lane * CHUNK_BYTES, p.half_tile(tile) + (u64)c * CHUNK_BYTES, bytes, bar, policy);
                     }
                     __syncwarp();
                 }

@@ -30,6 +30,14 @@ struct Product {
         tile0 = dealt * all / over, run = (dealt + 1) * all / over - tile0;
         chunk0 = rank * chunks / split, chunk1 = (rank + 1) * chunks / split;
     }
+    // Where a half tile's weights are.
+    __device__ __forceinline__ const u8* half_tile(u32 tile) const {
+        const u8* at = w[0];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (tile >= first[i]) at = w[i] + (u64)(tile - first[i]) * (k / SPAN * SPAN_BYTES);
+        return at;
+    }
 };
 
 // The ring and where a thread is in it.

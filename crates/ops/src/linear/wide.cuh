@@ -44,11 +44,11 @@ struct Order {
     __device__ __forceinline__ u32 unit() const { return (chunk0 + place) * 8 + sum; }
     // Units abreast here.
     __device__ __forceinline__ u32 count() const { return min(min(abreast, 8 - sum), units - unit()); }
-    // Places of these sums.
-    __device__ __forceinline__ u32 places() const { return length - ((chunk0 + length - 1) * 8 + sum >= units); }
+    // Places of the sums that begin with this one.
+    __device__ __forceinline__ u32 places(u32 sum) const { return length - ((chunk0 + length - 1) * 8 + sum >= units); }
     __device__ __forceinline__ u32 all() const {
         u32 n = 0;
-        for (Order o = *this; o.sum < 8; o.sum += abreast) n += o.places();
+        for (u32 first = 0; first < 8; first += abreast) n += places(first);
         return n;
     }
     __device__ __forceinline__ void next() {
@@ -64,15 +64,11 @@ struct WeightCopier {
     u64 policy;
 
     __device__ __forceinline__ void fill(const Product& p, u32 lane) {
-        const u32 row_bytes = p.k / SPAN * SPAN_BYTES;
         for (u32 first = 0; first < p.run; first += p.tiles) {
             const u32 tiles = min(p.tiles, p.run - first), tile = p.tile0 + first + min(lane, tiles - 1);
-            const u8* row = p.w[0];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (tile >= p.first[i]) row = p.w[i] + (u64)(tile - p.first[i]) * row_bytes;
-            const u32 to = ring.base + lane * CELL_BYTES * (p.tiles > FEW_TILES ? 1 : GROUPS);
+            const u8* row = p.half_tile(tile);
             Order order(p);
+            const u32 to = ring.base + lane * CELL_BYTES * order.abreast;
             for (u32 left = order.all(); left > 0; left--, order.next(), ring.next()) {
                 if (turn--) continue;
                 turn = WEIGHT_COPIERS - 1;
@@ -256,8 +252,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
         for (int m = 0; m < MINE; m++)
 #pragma unroll
             for (int i = 0; i < WIDE / 2; i++) sum[m][i] = 0.f;
-        const u32 last_chunk = (order.chunk0 + order.length - 1) * 8, places = order.length - (last_chunk + first_sum >= order.units);
-        const u32 my_places = first_sum + my_sum < 8 ? order.length - (last_chunk + first_sum + my_sum >= order.units) : 0;
+        const u32 places = order.places(first_sum), my_places = first_sum + my_sum < 8 ? order.places(first_sum + my_sum) : 0;
 #pragma unroll 1
         for (u32 place = 0; place < my_places; place++) {
             const u32 slot = block.ring.slot, panels = block.panels.slot;
@@ -317,7 +312,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
 __device__ __forceinline__ void product(const Product& p, const u64* word, Block& block) {
     if (p.run) asm volatile("bar.arrive %0, %1;" ::"n"(PANELS_READY), "n"(32 * (COMPUTERS + 1)) : "memory");
     const u32 lane = block.lane, g = lane / 4, t = lane % 4, rank = blockIdx.x % 2;
-    block.panels.begin(p.tiles > FEW_TILES ? 1 : GROUPS);
+    block.panels.begin(Order(p).abreast);
     for (u32 first = 0; first < p.run; first += p.tiles) {
         const u32 tiles = min(p.tiles, p.run - first);
         const u32 all = p.tiles > FEW_TILES ? (tiles + COMPUTERS - 1 - block.warp / 4 * 4) / COMPUTERS : (tiles + 3) / 4;

@@ -25,6 +25,7 @@ const SHORT: Source = Source {
         include_str!("../short.cu")
     ),
 };
+
 pub(super) fn plan(op: &Linear, group: &Group<'_>, card: &Card, plan: &mut Plan) {
     let tiles = |of: usize| group.weights().map(|p| p.weight.n.div_ceil(of)).sum();
     let how = Many::new(op.rows, group.layout, &tiles, card);

@@ -32,14 +32,18 @@ pub(super) fn plan(
         let args = group.args(op, first, rows);
         let mut words = [Arg::Null; 19];
         words[..5].copy_from_slice(&args[..5]);
-        if chain::wide(card, 8 * few.blocks) {
-            let panels = [&args[..4], &[Arg::Work]].concat();
-            plan.push(chain::stage(card, Kind::Panels, &defines, few.shared, &panels));
+        let wide = chain::wide(card, 8 * few.blocks);
+        let stage = |kind, words: &[Arg]| {
+            let stage = chain::stage(card, kind, &defines, few.shared, words);
+            if wide { chain::widened(stage) } else { stage }
+        };
+        if wide {
+            plan.push(stage(Kind::Panels, &[&args[..4], &[Arg::Work]].concat()));
             words[0] = Arg::Work;
         }
         words[5..7].copy_from_slice(&[few.tiles, few.split].map(|v| Arg::U32(v as u32)));
         words[7..].copy_from_slice(&args[5..]);
-        plan.push(chain::stage(card, Kind::Product, &defines, few.shared, &words));
+        plan.push(stage(Kind::Product, &words));
         first += rows;
     }
     Ok(())
