@@ -320,14 +320,18 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
         else sums_of_pass<1>(p, tiles, block);
         barrier(3, 32 * COMPUTERS);
 
-        auto sums_at = [&](u32 at, u32 tile) { return (float*)(block.shared + at + tile * TILE_BYTES) + lane; };
+        // By pieces of 16 rows of a half tile, a warp each: 8 sums of a lane.
+        const u32 pieces = tiles * (WIDE / 16);
+        auto sums_at = [&](u32 at, u32 piece) { return (float*)(block.shared + at) + piece * 256 + lane; };
+        auto others = [&](u32 tile) { return CROSS_AT + tile / 2 * TILE_BYTES - tile * TILE_BYTES; };  // what the other block has of them
         if (p.split > 1) {
-            for (u32 tile = block.warp; tile < tiles; tile += COMPUTERS) {
+            for (u32 piece = block.warp; piece < pieces; piece += COMPUTERS) {
+                const u32 tile = piece / (WIDE / 16);
                 if (tile % 2 == rank) continue;
-                const float* from = sums_at(SUMS_AT, tile);
-                const u32 to = in_block(shared_address(sums_at(CROSS_AT, tile / 2)), rank ^ 1);
-#pragma unroll 8
-                for (int i = 0; i < WIDE / 2; i++) asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to + 128 * i), "f"(from[32 * i]) : "memory");
+                const float* from = sums_at(SUMS_AT, piece);
+                const u32 to = in_block(shared_address(sums_at(others(tile), piece)), rank ^ 1);
+#pragma unroll
+                for (int i = 0; i < 8; i++) asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to + 128 * i), "f"(from[32 * i]) : "memory");
             }
             __syncwarp();
             if (lane == 0)
@@ -335,9 +339,10 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
             phase_wait_cluster(block.cross, block.cross_parity);
             block.cross_parity ^= 1;
         }
-        for (u32 tile = block.warp; tile < tiles; tile += COMPUTERS) {
+        for (u32 piece = block.warp; piece < pieces; piece += COMPUTERS) {
+            const u32 tile = piece / (WIDE / 16), row0 = piece % (WIDE / 16) * 16;
             if (p.split > 1 && tile % 2 != rank) continue;
-            const float *sums = sums_at(SUMS_AT, tile), *others = sums_at(CROSS_AT, tile / 2);
+            const float *sums = sums_at(SUMS_AT, piece), *other = sums_at(others(tile), piece);
             u32 part = 0, before = 0;
 #pragma unroll
             for (int i = 1; i < 4; i++)
@@ -345,20 +350,17 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
             const u32 o = (p.tile0 + first + tile - before) * 16 + g, n = word[9 + 3 * part];
             float* out = (float*)word[8 + 3 * part] + o;
             const bool old = (u32)word[4] >> part & 1;
-#pragma unroll 1
-            for (int i = 0; i < WIDE / 2; i += 8) {  // 16 rows
-                float v[8], is[8];
-                auto there = [&](int e) { return (i + e) / 4 * 8 + 2 * t + e % 2 < p.rows && o + e / 2 % 2 * 8 < n; };
-                auto place = [&](int e) { return (u64)((i + e) / 4 * 8 + 2 * t + e % 2) * n + e / 2 % 2 * 8; };
+            float v[8], is[8];
+            auto there = [&](int e) { return row0 + e / 4 * 8 + 2 * t + e % 2 < p.rows && o + e / 2 % 2 * 8 < n; };
+            auto place = [&](int e) { return (u64)(row0 + e / 4 * 8 + 2 * t + e % 2) * n + e / 2 % 2 * 8; };
 #pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    is[e] = old && there(e) ? out[place(e)] : 0.f, v[e] = sums[32 * (i + e)];
-                    if (p.split > 1) v[e] = rank ? others[32 * (i + e)] + v[e] : v[e] + others[32 * (i + e)];
-                }
-#pragma unroll
-                for (int e = 0; e < 8; e++)
-                    if (there(e)) out[place(e)] = fmaf(v[e], UNSCALE, is[e]);
+            for (int e = 0; e < 8; e++) {
+                is[e] = old && there(e) ? out[place(e)] : 0.f, v[e] = sums[32 * e];
+                if (p.split > 1) v[e] = rank ? other[32 * e] + v[e] : v[e] + other[32 * e];
             }
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                if (there(e)) out[place(e)] = fmaf(v[e], UNSCALE, is[e]);
         }
         if (first + p.tiles < p.run) barrier(3, 32 * COMPUTERS);  // all sums were read
     }
