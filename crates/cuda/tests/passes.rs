@@ -1,5 +1,6 @@
 //! Passes one after another in one recording on the card, if there is one. Mixers read, and some write, what the
-//! pass before left before they wait for anything (`ops::kernel`): it has to be there.
+//! pass before left before they wait for anything (`ops::kernel`), in a chain even before the product that they follow:
+//! it has to be there.
 
 #![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
 
@@ -10,7 +11,8 @@ use ops::rms_norm::RmsNorm;
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Commit, Device, Embed, Format, GatedDelta,
     GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvDtype, KvPool, LaneStep,
-    Lanes, Op, PAGE_TOKENS, Pass, Queries, Rope, RopePairing, Weight,
+    Lanes, Linear, LinearPart, Op, PAGE_TOKENS, Pass, Queries, Rope, RopePairing, ScaleDtype,
+    Weight, linear,
 };
 
 const PASSES: usize = 40;
@@ -57,6 +59,23 @@ impl Made {
         self.at += 7919;
         self.dev.write(buf, &values);
         buf
+    }
+
+    /// In 4 bits, of small weights around 0.
+    fn matrix(&mut self, n: usize, k: usize) -> Weight {
+        let codes: Vec<u8> =
+            (0..n * k / 2).map(|i| (i.wrapping_mul(0x9E37_79B9) >> 11) as u8).collect();
+        let [scales, biases] = [0x3c80_u16, 0xbdf0]
+            .map(|bits| (0..n * k / 64).flat_map(|_| bits.to_le_bytes()).collect::<Vec<u8>>());
+        let (codes, scales, biases) = (&codes, &scales, &biases);
+        let scale = ScaleDtype::Bf16;
+        let source = linear::Source::Mlx { bits: 4, group: 64, scale, codes, scales, biases };
+        let format = source.check(n, k).expect("whole groups");
+        let mut packed = vec![0; format.packed_bytes(n, k).expect("a size")];
+        source.pack_piece(self.dev.info().tiles, (n, k), 0, &mut packed).expect("whole");
+        let buf = self.alloc(packed.len());
+        self.dev.write(buf, &packed);
+        Weight { buf, format, n, k }
     }
 
     fn kept(&mut self, bytes: usize) -> Buf {
@@ -239,12 +258,14 @@ fn mixers_find_what_the_pass_before_left() {
     let (x, weight) = (made.alloc(4 * MOST * HIDDEN), made.floats(HIDDEN, 1.0, 0.0));
     let xn = made.out(HIDDEN);
     let cells = [gdn(&mut made, lanes_of(0)), gdn(&mut made, lanes_of(0))];
+    // Of the second layer, whose mixer follows a product in the chain.
+    let input = made.matrix(GDN.channels(), HIDDEN);
     let pages = [attention(&mut made, lanes_of(0)), attention(&mut made, lanes_of(0))];
     let mut ops: Vec<Box<dyn Op>> = Vec::new();
     for pass in 0..PASSES {
         let lanes = lanes_of(pass);
         ops.push(Box::new(Embed { ids, table, out: x, rows: MOST }));
-        for (cell, layer) in cells.into_iter().zip(pages) {
+        for (i, (cell, layer)) in cells.into_iter().zip(pages).enumerate() {
             ops.push(Box::new(RmsNorm {
                 x,
                 weight,
@@ -253,6 +274,10 @@ fn mixers_find_what_the_pass_before_left() {
                 pass: Pass::Round,
                 eps: 1e-6,
             }));
+            if i == 1 {
+                let part = LinearPart { weight: input, out: cell.prepare.qkv, add: false };
+                ops.push(Box::new(Linear::new(xn, MOST, Pass::Round, &[part])));
+            }
             ops.push(Box::new(GdnMix {
                 prepare: GdnPrepare { lanes, ..cell.prepare },
                 delta: GatedDelta { lanes, ..cell.delta },

@@ -7,25 +7,27 @@
 //
 // Defines: those of the stages that occur.
 
-// Where blocks meet: everything that was written before is visible after. Among compute warps.
+// Where blocks meet: everything that was written before a block arrives is visible after it has awaited the others. Among compute warps.
 struct Meeting {
     u64* arrivals;
     u64 target;
-    __device__ __forceinline__ void meet() {
+    __device__ __forceinline__ void arrive() {
         barrier(4, 32 * COMPUTERS);
-        if (threadIdx.x == 0) {
-            if (target == 0) {
-                u64 before;
-                asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(arrivals) : "memory");
-                target = before - before % gridDim.x + gridDim.x;
-            } else {
-                asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(arrivals) : "memory");
-                target += gridDim.x;
-            }
-            u64 now;
+        if (threadIdx.x) return;
+        if (target == 0) {
+            u64 before;
+            asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(arrivals) : "memory");
+            target = before - before % gridDim.x + gridDim.x;
+        } else {
+            asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(arrivals) : "memory");
+            target += gridDim.x;
+        }
+    }
+    __device__ __forceinline__ void await() {
+        u64 now = 0;
+        if (threadIdx.x == 0)
             do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(arrivals) : "memory");
             while (now < target);
-        }
         barrier(4, 32 * COMPUTERS);
     }
 };
@@ -34,17 +36,19 @@ struct Meeting {
 #error a mixer beside wide products
 #endif
 #ifdef GDN_BLOCK
-// A head of a lane for each cluster at a time. The first begins before the blocks meet.
-__device__ __forceinline__ void gdn_stage(gdn::Shared& mixing, const u64* word, Meeting& meeting, bool meets, u32& exchanges) {
+// A head of a lane for each cluster at a time. What the first needs from before this pass is worked out while other blocks are awaited:
+// in the stage before the product before, which is all that happens then (`ahead`), or now, if it has not `begun`.
+__device__ __forceinline__ void gdn_stage(gdn::Shared& mixing, const u64* word, Meeting& meeting, bool meets, bool ahead, bool begun, u32& exchanges) {
     const u32 heads = (u32)word[14] * gdn::VALUE_HEADS;
 #pragma unroll 1
-    for (u32 head = blockIdx.x / 2; head < heads; head += gridDim.x / 2) {
+    for (u32 head = blockIdx.x / 2; head < heads; head += gridDim.x / 2, begun = false) {
         gdn::Item item;
-        gdn::begin(mixing, item, word, head);
-        if (meets) meeting.meet(), meets = false;
+        gdn::begin(mixing, item, word, head, begun);
+        if (meets) meeting.await(), meets = false;
+        if (ahead) return;
         gdn::finish(mixing, item, word, exchanges);
     }
-    if (meets) meeting.meet();
+    if (meets) meeting.await();
 }
 #endif
 
@@ -75,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
 #endif
 #ifdef GDN_BLOCK
         u32 exchanges = 0;
+        bool begun = false;
 #endif
         Meeting meeting = {program.meetings, 0};
         wait();
@@ -86,13 +91,22 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
             Product next;
             if (kind == 0) next = Product(word);
 #endif
+            if (i) meeting.arrive();
 #ifdef GDN_BLOCK
-            if (kind == 4) {
-                gdn_stage(mixing, word, meeting, i > 0, exchanges);
+#ifdef NORM_WIDTH
+            // Not where there is a row to norm: for that, others wait. And not past anything but a product, which leaves lane memory alone.
+            const bool idle = kind == 1 && first_norm_row() >= (u32)word[5];
+            const bool ahead = idle && i + 2 < count && program.kind[i + 1] == 0 && program.kind[i + 2] == 4;
+#else
+            const bool ahead = false;
+#endif
+            if (kind == 4 || ahead) {
+                gdn_stage(mixing, ahead ? program.word[i + 2] : word, meeting, i > 0, ahead, begun, exchanges);
+                begun = ahead;
                 continue;
             }
 #endif
-            if (i) meeting.meet();
+            if (i) meeting.await();
 #if defined(BLOCKS) && WIDE
             if (kind == 5) panels_stage(word, warp, lane);
 #endif

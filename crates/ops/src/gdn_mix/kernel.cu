@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(gdn::THREADS, RESIDENT) gdn_mix(
     launch_next();
     gdn::Item item;
     u32 exchanges = 0;
-    gdn::begin(shared, item, word, blockIdx.z * gdn::VALUE_HEADS + blockIdx.y);
+    gdn::begin(shared, item, word, blockIdx.z * gdn::VALUE_HEADS + blockIdx.y, false);
     wait();
     cluster_wait();
     gdn::finish(shared, item, word, exchanges);

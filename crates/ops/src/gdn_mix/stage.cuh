@@ -6,7 +6,7 @@
 // source   definition: the parts' reference(). Row t of a pass has the bits of a pass of its own: see gated_delta/scan.cu
 // words    qkv, a, b, gate, conv, decay, dt_bias, weight, history, state, pending, out, steps, eps, lanes
 //
-// Before the blocks meet, while others still multiply: the state takes up the pending rows and goes back to memory.
+// While other blocks are awaited, of this stage or an earlier one (chain.cu): the state takes up the pending rows and goes back to memory.
 // It, the pending rows, the history and the steps are lane memory (kernel.rs). After that, in turns of up to TURN rows:
 // a warp convolves and norms a row, all warps scan the rows, a warp norms a row's output; the halves of a row's sum of
 // squares meet through the cluster.
@@ -305,20 +305,15 @@ __device__ __forceinline__ void init(Shared& shared) {
     phase_init(shared_address(&shared.sent[0]), 1), phase_init(shared_address(&shared.sent[1]), 1);
 }
 
-// What needs nothing of this pass: the state as the rows before left it.
-__device__ __forceinline__ void begin(Shared& shared, Item& item, const u64* word, u32 index) {
+// What needs nothing of this pass: the state as the rows before left it. If that has `begun` already, it is read once more, for
+// there was no place to keep it.
+__device__ __forceinline__ void begin(Shared& shared, Item& item, const u64* word, u32 index, bool begun) {
     const float *qkv = (const float*)word[0], *conv = (const float*)word[4], *weight = (const float*)word[7];
     float *history = (float*)word[8], *state = (float*)word[9], *pending = (float*)word[10];
     item.part = Part(index % VALUE_HEADS), item.step = step_of((const LaneStep*)word[12], index / VALUE_HEADS);
     const Part& part = item.part;
     const LaneStep& step = item.step;
     const u32 thread = threadIdx.x;
-#pragma unroll 1
-    for (u32 i = thread; i < TAPS * QUADS; i += THREADS) {
-        u32 j = i / QUADS, c = 4 * (i % QUADS);
-        copy16(shared_address(&shared.taps[j][c]), conv + j * CHANNELS + part.channel(c), 16);
-    }
-    if (4 * thread < COLUMNS) copy16(shared_address(&shared.weight[4 * thread]), weight + part.half * COLUMNS + 4 * thread, 16);
     if (thread / 32 < COLUMN_WARPS) {
         const float4* from = state_of(state, step, part);
 #pragma unroll
@@ -327,6 +322,13 @@ __device__ __forceinline__ void begin(Shared& shared, Item& item, const u64* wor
             item.s.s[i][0] = x.x, item.s.s[i][1] = x.y, item.s.s[i][2] = x.z, item.s.s[i][3] = x.w;
         }
     }
+    if (begun) return;
+#pragma unroll 1
+    for (u32 i = thread; i < TAPS * QUADS; i += THREADS) {
+        u32 j = i / QUADS, c = 4 * (i % QUADS);
+        copy16(shared_address(&shared.taps[j][c]), conv + j * CHANNELS + part.channel(c), 16);
+    }
+    if (4 * thread < COLUMNS) copy16(shared_address(&shared.weight[4 * thread]), weight + part.half * COLUMNS + 4 * thread, 16);
     const u64 half = step.slot * 2 + step.parity;
     copy_stream(shared, qkv, history + half * HEIGHT * CHANNELS, step, part, 0, 0, TAPS - 1);
     take_up_pending(shared, item.s, state, pending + half * HALF, step, part);
