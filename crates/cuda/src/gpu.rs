@@ -44,6 +44,9 @@ pub(crate) fn explain(error: DriverError) -> String {
     }
 }
 
+/// Of a thread's calls: kernels here are inlined whole.
+const STACK_BYTES: usize = 128;
+
 /// A retained primary context.
 #[derive(Debug)]
 pub(crate) struct Gpu {
@@ -95,7 +98,15 @@ impl Gpu {
         let context = context.map_err(failed("make a context"))?;
         let gpu = Gpu { device, context, name, card };
         gpu.enter().map_err(failed("make a context"))?;
+        // By default each thread that fits the card has a stack of 1 KiB, which is hundreds of MB; what a kernel
+        // spills is provided for when it is loaded.
+        let _ = result::ctx::set_limit(sys::CUlimit::CU_LIMIT_STACK_SIZE, STACK_BYTES);
         Ok(gpu)
+    }
+
+    /// The card's number.
+    pub(crate) fn ordinal(&self) -> i32 {
+        self.device
     }
 
     /// Makes the context current on this thread.

@@ -13,6 +13,7 @@ mod kernels;
 mod mailbox;
 mod memory;
 mod nvrtc;
+mod space;
 mod staging;
 mod stamps;
 
@@ -271,7 +272,7 @@ impl Cuda {
     fn shared(&mut self) -> Result<u64, String> {
         if self.shared.is_none() {
             let bytes = WORK_AT + WORK_BYTES;
-            let all = self.memory.alloc(&self.stream, bytes, "working memory of ops");
+            let all = self.memory.alloc(&self.gpu, &self.stream, bytes, "working memory of ops");
             self.shared = Some(all.map_err(|e| e.to_string())?);
         }
         Ok(self.shared.map_or(0, |all| self.memory.address(all)))
@@ -342,7 +343,7 @@ impl Cuda {
             return Err(failed(format!("{} bytes", buf.bytes)));
         }
         if self.mailbox.is_none() {
-            let count = self.memory.alloc(&self.stream, 4, "published copies")?;
+            let count = self.memory.alloc(&self.gpu, &self.stream, 4, "published copies")?;
             let mailbox = Mailbox::new(count).map_err(|e| failed(explain(e)))?;
             self.mailbox = Some(mailbox);
         }
@@ -440,7 +441,7 @@ impl Device for Cuda {
             let failed = self.failed.clone();
             return Err(failed.unwrap_or(DeviceError::Op { op: "alloc", why }));
         }
-        self.memory.alloc(&self.stream, bytes, what)
+        self.memory.alloc(&self.gpu, &self.stream, bytes, what)
     }
 
     fn upload(&mut self, buf: Buf, piece: usize, fill: &Fill<'_>) {

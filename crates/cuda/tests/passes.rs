@@ -20,9 +20,10 @@ const PASSES: usize = 40;
 const ROWS: [(u32, u32); 6] = [(8, 8), (1, 1), (8, 5), (0, 0), (5, 4), (8, 0)];
 const MOST: usize = 8;
 const HIDDEN: usize = 1024;
+/// So many heads that some blocks of a large card have both a head and a row to norm.
 const GDN: GdnGeometry = GdnGeometry {
     key_heads: 16,
-    value_heads: 48,
+    value_heads: 64,
     key_dim: 128,
     value_dim: 128,
     head_map: HeadMap::Grouped,
@@ -257,38 +258,38 @@ fn mixers_find_what_the_pass_before_left() {
     let table = Weight { buf: made.floats(HIDDEN, 1.0, 0.0), format: Format::F32, n: 1, k: HIDDEN };
     let (x, weight) = (made.alloc(4 * MOST * HIDDEN), made.floats(HIDDEN, 1.0, 0.0));
     let xn = made.out(HIDDEN);
-    let cells = [gdn(&mut made, lanes_of(0)), gdn(&mut made, lanes_of(0))];
-    // Of the second layer, whose mixer follows a product in the chain.
+    let [first, second, third] = [(); 3].map(|()| gdn(&mut made, lanes_of(0)));
+    // The second mixer follows a product, so that it begins before that; the others don't.
     let input = made.matrix(GDN.channels(), HIDDEN);
+    let part = LinearPart { weight: input, out: second.prepare.qkv, add: false };
+    let product = Linear::new(xn, MOST, Pass::Round, &[part]);
     let pages = [attention(&mut made, lanes_of(0)), attention(&mut made, lanes_of(0))];
+    let norm = RmsNorm { x, weight, out: xn, rows: MOST, pass: Pass::Round, eps: 1e-6 };
     let mut ops: Vec<Box<dyn Op>> = Vec::new();
     for pass in 0..PASSES {
         let lanes = lanes_of(pass);
+        let mut mixer = |cell: GdnMix| GdnMix {
+            prepare: GdnPrepare { lanes, ..cell.prepare },
+            delta: GatedDelta { lanes, ..cell.delta },
+            norm: GatedNorm { out: made.out(GDN.values()), ..cell.norm },
+        };
+        let mixers = [first, second, third].map(&mut mixer);
+        let attentions = pages.map(|layer| AttnMix {
+            prepare: AttnPrepare { lanes, ..layer.prepare },
+            attention: Attention { lanes, ..layer.attention },
+            gate: HeadGate { out: made.out(HEADS * DIM), ..layer.gate },
+        });
+        // Five stages in a row, and a mixer between two launches of others.
         ops.push(Box::new(Embed { ids, table, out: x, rows: MOST }));
-        for (i, (cell, layer)) in cells.into_iter().zip(pages).enumerate() {
-            ops.push(Box::new(RmsNorm {
-                x,
-                weight,
-                out: xn,
-                rows: MOST,
-                pass: Pass::Round,
-                eps: 1e-6,
-            }));
-            if i == 1 {
-                let part = LinearPart { weight: input, out: cell.prepare.qkv, add: false };
-                ops.push(Box::new(Linear::new(xn, MOST, Pass::Round, &[part])));
-            }
-            ops.push(Box::new(GdnMix {
-                prepare: GdnPrepare { lanes, ..cell.prepare },
-                delta: GatedDelta { lanes, ..cell.delta },
-                norm: GatedNorm { out: made.out(GDN.values()), ..cell.norm },
-            }));
-            ops.push(Box::new(AttnMix {
-                prepare: AttnPrepare { lanes, ..layer.prepare },
-                attention: Attention { lanes, ..layer.attention },
-                gate: HeadGate { out: made.out(HEADS * DIM), ..layer.gate },
-            }));
-        }
+        ops.push(Box::new(norm));
+        ops.push(Box::new(mixers[0]));
+        ops.push(Box::new(norm));
+        ops.push(Box::new(product));
+        ops.push(Box::new(mixers[1]));
+        ops.push(Box::new(attentions[0]));
+        ops.push(Box::new(norm));
+        ops.push(Box::new(mixers[2]));
+        ops.push(Box::new(attentions[1]));
     }
     let apart = made.run(|dev| {
         for op in &ops {

@@ -68,6 +68,12 @@ fn memory_moves_whole() {
     dev.zero(a);
     assert!(bytes_of(&mut dev, b) == values);
     assert!(bytes_of(&mut dev, a).iter().all(|&b| b == 0));
+    // Buffers take the memory that they have, not a multiple of some page each.
+    let before = dev.memory_bytes();
+    for i in 0..20 {
+        dev.alloc((17 << 20) + i, "not whole pages").expect("memory");
+    }
+    assert!(dev.memory_bytes() - before < (20 * 17 + 4) << 20, "{}", dev.memory_bytes() - before);
     assert_eq!(dev.sync(), Ok(()));
 }
 
