@@ -1,9 +1,10 @@
 //! What a served model is like: how long it takes to start, first tokens cold and cached and after a restart with a warm
 //! disk, the memory of a card, the longest gap while another's prompt is computed, and tokens a second by lanes.
 //!
-//! `cargo run --release -p app --example serving_bench -- [bench's options] [-- restart|first|memory|gap|lanes …]` prints
-//! Markdown: all sections, or those named. The model is loaded once for `restart` and once after it, and once for all the
-//! others together. Run it on a quiet machine: it takes clock time, and says how busy the machine was before and after.
+//! `cargo run --release -p app --example serving_bench -- [bench's options] [-- restart|alone|first|memory|gap|lanes …]`
+//! prints Markdown: all sections, or those named. `alone` is `memory` with a single lane. The model is loaded once for
+//! `restart` and once after it, once for `alone`, and once for all the others together. Run it on a quiet machine: it
+//! takes clock time, and says how busy the machine was before and after.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -53,6 +54,9 @@ fn main() -> anyhow::Result<()> {
     }
     if wanted("restart") {
         restart(&request)?;
+    }
+    if wanted("alone") {
+        peak(&start(&request, &Wishes { lanes: Some(1), ..Wishes::default() }, None)?)?;
     }
     let rest = ["first", "memory", "gap", "lanes"].map(wanted);
     if rest.contains(&true) {
@@ -313,7 +317,8 @@ fn peak(bench: &Bench) -> anyhow::Result<()> {
     over.store(true, Ordering::Relaxed);
     let most = meter.join().map_err(|_| anyhow::anyhow!("the meter panicked"))??;
     let m = bench.plan.footprint.memory;
-    println!("\n## Memory of the card while {length} tokens are computed, GB\n");
+    let lanes = bench.plan.options.slots;
+    println!("\n## Memory of the card while {length} tokens are computed, {lanes} lanes, GB\n");
     let footprint = &bench.plan.footprint;
     let parts = [
         ("weights", m.weights),

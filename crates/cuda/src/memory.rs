@@ -10,25 +10,36 @@ use ops::{Buf, DeviceError};
 use crate::gpu::{Gpu, Stream, explain};
 use crate::space::Space;
 
-const REGION_BYTES: usize = 32 << 20;
 const ALIGN: usize = 256;
+/// What small buffers are cut from.
+const REGION_BYTES: usize = 32 << 20;
 
-/// The allocations.
+/// Where buffers are.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
-    /// Asked for with the first buffer: none if the driver has none.
-    space: Option<Option<Space>>,
-    /// Bytes of the space that are taken.
-    used: usize,
-    regions: Vec<Region>,
-    /// The region that small buffers are cut from, and how much of it is taken.
-    open: Option<(u32, usize)>,
+    /// By their number.
+    buffers: Vec<Range>,
+    source: Option<Source>,
 }
 
-#[derive(Debug)]
-struct Region {
+#[derive(Clone, Copy, Debug)]
+struct Range {
     address: u64,
     bytes: usize,
+}
+
+/// Where memory comes from.
+#[derive(Debug)]
+enum Source {
+    Space {
+        space: Space,
+        used: usize,
+    },
+    Regions {
+        regions: Vec<Range>,
+        /// What is left of the region that small buffers are cut from.
+        open: Range,
+    },
 }
 
 impl Memory {
@@ -42,55 +53,29 @@ impl Memory {
     ) -> Result<Buf, DeviceError> {
         let out_of_memory = || DeviceError::OutOfMemory { bytes, what: what.to_owned() };
         let len = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or_else(out_of_memory)?;
-        let space = self.space.get_or_insert_with(|| {
-            let all = result::mem_get_info().ok()?.1;
-            Space::reserve(gpu, all).ok()
-        });
-        let place = match space {
-            Some(space) => take(space, &mut self.used, stream, len).ok().map(|offset| (0, offset)),
-            None => self.cut(stream, len),
-        };
-        let (alloc, offset) = place.ok_or_else(out_of_memory)?;
-        Ok(Buf { alloc, offset, bytes })
+        let alloc = u32::try_from(self.buffers.len()).map_err(|_| out_of_memory())?;
+        let source = self.source.get_or_insert_with(|| Source::of(gpu));
+        let address = source.take(stream, len).map_err(|_| out_of_memory())?;
+        self.buffers.push(Range { address, bytes: len });
+        Ok(Buf { alloc, offset: 0, bytes })
     }
 
-    /// Without a space: which region, and where in it.
-    fn cut(&mut self, stream: &Stream, len: usize) -> Option<(u32, usize)> {
-        if len >= REGION_BYTES / 2 {
-            return Some((self.region(stream, len)?, 0));
-        }
-        let (alloc, offset) = match self.open {
-            Some((alloc, used)) if used + len <= REGION_BYTES => (alloc, used),
-            _ => (self.region(stream, REGION_BYTES)?, 0),
-        };
-        self.open = Some((alloc, offset + len));
-        Some((alloc, offset))
-    }
-
-    fn region(&mut self, stream: &Stream, bytes: usize) -> Option<u32> {
-        let index = u32::try_from(self.regions.len()).ok()?;
-        // SAFETY: fresh memory of that size; the region is kept until `clear`, which waits.
-        unsafe {
-            let address = result::malloc_sync(bytes).ok()?;
-            self.regions.push(Region { address, bytes });
-            result::memset_d8_async(address, 0, bytes, stream.0).ok()?;
-        }
-        Some(index)
-    }
-
-    fn space(&self) -> Option<&Space> {
-        self.space.as_ref()?.as_ref()
-    }
-
-    /// Allocations made.
+    /// Times that the driver was asked for memory.
     pub(crate) fn allocations(&self) -> u64 {
-        (self.space().map_or(0, Space::parts) + self.regions.len()) as u64
+        match &self.source {
+            Some(Source::Space { space, .. }) => space.parts() as u64,
+            Some(Source::Regions { regions, .. }) => regions.len() as u64,
+            None => 0,
+        }
     }
 
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
-        let regions = self.regions.iter().map(|r| r.bytes).sum::<usize>();
-        self.space().map_or(0, Space::mapped) + regions
+        match &self.source {
+            Some(Source::Space { space, .. }) => space.mapped(),
+            Some(Source::Regions { regions, .. }) => regions.iter().map(|r| r.bytes).sum(),
+            None => 0,
+        }
     }
 
     /// A buffer's first byte.
@@ -98,13 +83,7 @@ impl Memory {
     /// # Panics
     /// If the buffer lies outside its allocation.
     pub(crate) fn address(&self, buf: Buf) -> u64 {
-        let (address, bytes) = match self.space() {
-            Some(space) => (space.address(), self.used),
-            None => {
-                let region = &self.regions[buf.alloc as usize];
-                (region.address, region.bytes)
-            }
-        };
+        let Range { address, bytes } = self.buffers[buf.alloc as usize];
         assert!(
             buf.offset.checked_add(buf.bytes).is_some_and(|end| end <= bytes),
             "{buf:?} past its allocation of {bytes} bytes"
@@ -115,34 +94,68 @@ impl Memory {
     /// Frees everything, once the stream is done with it.
     pub(crate) fn clear(&mut self, stream: &Stream) -> Result<(), String> {
         stream.synchronize().map_err(explain)?;
-        (self.open, self.used) = (None, 0);
-        if let Some(space) = self.space.take().flatten() {
-            // SAFETY: buffers lose their meaning with this call.
-            unsafe { space.free() }.map_err(explain)?;
+        self.buffers.clear();
+        match self.source.take() {
+            // SAFETY: buffers have just lost their meaning, and the stream is done with them.
+            Some(Source::Space { space, .. }) => unsafe { space.free() }.map_err(explain),
+            Some(Source::Regions { regions, .. }) => {
+                // SAFETY: as above; `region` allocated it.
+                let free = |region: Range| unsafe { result::free_sync(region.address) };
+                regions.into_iter().try_for_each(free).map_err(explain)
+            }
+            None => Ok(()),
         }
-        for region in self.regions.drain(..) {
-            // SAFETY: allocated above; nothing uses it any more.
-            unsafe { result::free_sync(region.address) }.map_err(explain)?;
-        }
-        Ok(())
     }
 }
 
-/// The next `len` bytes of a space, of which `used` are taken; zeroed.
-fn take(
-    space: &mut Space,
-    used: &mut usize,
-    stream: &Stream,
-    len: usize,
-) -> Result<usize, DriverError> {
-    let offset = *used;
-    let missing = len.saturating_sub(space.mapped() - offset);
-    if missing > 0 {
-        let at = space.address() + space.mapped() as u64;
-        let bytes = space.grow(missing)?;
-        // SAFETY: just mapped, and kept until `clear`, which waits.
-        unsafe { result::memset_d8_async(at, 0, bytes, stream.0)? };
+impl Source {
+    /// A space if the driver has one, of as many addresses as the card has memory.
+    fn of(gpu: &Gpu) -> Source {
+        let space = result::mem_get_info().and_then(|(_, all)| Space::reserve(gpu, all));
+        match space {
+            Ok(space) => Source::Space { space, used: 0 },
+            Err(_) => Source::Regions { regions: Vec::new(), open: Range { address: 0, bytes: 0 } },
+        }
     }
-    *used += len;
-    Ok(offset)
+
+    /// `len` zeroed bytes.
+    fn take(&mut self, stream: &Stream, len: usize) -> Result<u64, DriverError> {
+        match self {
+            Source::Space { space, used } => {
+                let missing = len.saturating_sub(space.mapped() - *used);
+                if missing > 0 {
+                    let at = space.address() + space.mapped() as u64;
+                    let bytes = space.grow(missing)?;
+                    // SAFETY: just mapped, and kept until `clear`, which waits.
+                    unsafe { result::memset_d8_async(at, 0, bytes, stream.0)? };
+                }
+                let address = space.address() + *used as u64;
+                *used += len;
+                Ok(address)
+            }
+            Source::Regions { regions, .. } if len >= REGION_BYTES / 2 => {
+                region(regions, stream, len)
+            }
+            Source::Regions { regions, open } => {
+                if open.bytes < len {
+                    let address = region(regions, stream, REGION_BYTES)?;
+                    *open = Range { address, bytes: REGION_BYTES };
+                }
+                let address = open.address;
+                *open = Range { address: address + len as u64, bytes: open.bytes - len };
+                Ok(address)
+            }
+        }
+    }
+}
+
+/// An allocation of its own, zeroed.
+fn region(regions: &mut Vec<Range>, stream: &Stream, bytes: usize) -> Result<u64, DriverError> {
+    // SAFETY: fresh memory of that size, kept until `clear`, which waits.
+    unsafe {
+        let address = result::malloc_sync(bytes)?;
+        regions.push(Range { address, bytes });
+        result::memset_d8_async(address, 0, bytes, stream.0)?;
+        Ok(address)
+    }
 }

@@ -13,15 +13,17 @@ struct Meeting {
     u64 target;
     __device__ __forceinline__ void arrive() {
         barrier(4, 32 * COMPUTERS);
-        if (threadIdx.x) return;
-        if (target == 0) {
-            u64 before;
-            asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(arrivals) : "memory");
-            target = before - before % gridDim.x + gridDim.x;
-        } else {
-            asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(arrivals) : "memory");
-            target += gridDim.x;
+        if (threadIdx.x == 0) {
+            if (target == 0) {
+                u64 before;
+                asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(arrivals) : "memory");
+                target = before - before % gridDim.x + gridDim.x;
+            } else {
+                asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(arrivals) : "memory");
+                target += gridDim.x;
+            }
         }
+        __syncwarp();
     }
     __device__ __forceinline__ void await() {
         u64 now = 0;

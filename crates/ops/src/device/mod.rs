@@ -97,7 +97,8 @@ pub trait Device {
     /// What this device is.
     fn info(&self) -> DeviceInfo;
 
-    /// A zeroed buffer of at least `bytes` bytes, 64-byte aligned. Only while loading.
+    /// A zeroed buffer of at least `bytes` bytes, 64-byte aligned. Only while loading. Buffers of 64 MiB and more
+    /// have numbers of their own, in ascending order: [`Diff`] has the same ones on two devices.
     fn alloc(&mut self, bytes: usize, what: &str) -> Result<Buf, DeviceError>;
 
     /// Fills a buffer in pieces of `piece` bytes (the last may be shorter), which may be produced in
