@@ -2,7 +2,7 @@
 
 use std::mem::MaybeUninit;
 
-use cudarc::driver::result::DriverError;
+use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
 use crate::gpu::Gpu;
@@ -27,6 +27,11 @@ struct Part {
 impl Space {
     /// Reserves `bytes` of addresses. Not every driver can.
     pub(crate) fn reserve(gpu: &Gpu, bytes: usize) -> Result<Space, DriverError> {
+        let able = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED;
+        // SAFETY: a device that is open.
+        if unsafe { result::device::get_attribute(gpu.ordinal(), able)? } == 0 {
+            return Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED));
+        }
         let kind = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
         let location = sys::CUmemLocation { type_: kind, id: gpu.ordinal() };
         let mut granularity = 0;
