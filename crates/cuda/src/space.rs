@@ -27,7 +27,8 @@ struct Part {
 impl Space {
     /// Reserves `bytes` of addresses. Not every driver can.
     pub(crate) fn reserve(gpu: &Gpu, bytes: usize) -> Result<Space, DriverError> {
-        let able = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED;
+        let able =
+            sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED;
         // SAFETY: a device that is open.
         if unsafe { result::device::get_attribute(gpu.ordinal(), able)? } == 0 {
             return Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED));
