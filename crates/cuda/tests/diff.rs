@@ -5,24 +5,16 @@
 
 #![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
 
+mod common;
+
 use std::path::{Path, PathBuf};
 
-use cuda::{Cuda, Options};
+use common::card;
 use engine::{Drafter, Engine, EngineOptions, Request, SamplingDefaults, SamplingOptions, Session};
 use model::{Draft, DraftSource, Target, TargetSource};
 use ops::simd::Isa;
 use ops::testing::{Corrupt, Tolerance};
 use ops::{ActDtype, Device, Diff, Host, HostMode};
-
-fn card() -> Option<Cuda> {
-    let folder = |name| std::env::var_os(name).map(PathBuf::from);
-    let options = Options {
-        nvrtc: folder("TH_NVRTC").into_iter().collect(),
-        cache: folder("TH_CUBINS"),
-        ..Options::default()
-    };
-    Cuda::open(&options).map_err(|why| println!("skipped: {why}")).ok()
-}
 
 /// With activations that cards have too.
 fn host() -> Host {

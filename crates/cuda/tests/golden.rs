@@ -4,9 +4,12 @@
 
 #![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
 
+mod common;
+
 use std::path::{Path, PathBuf};
 
-use cuda::{Cuda, Options};
+use common::card;
+use cuda::Cuda;
 use engine::{Drafter, Engine, EngineOptions, Request, SamplingDefaults, SamplingOptions, Session};
 use model::{Draft, DraftSource, Target, TargetSource};
 use ops::Device;
@@ -14,16 +17,6 @@ use ops::Device;
 const GOLDENS: [&str; 6] = ["short", "prose200", "long1500", "code", "utf8", "chat"];
 /// Between the two likeliest logits. What bf16 activations may turn around.
 const NEAR_TIE: f64 = 0.5;
-
-fn card() -> Option<Cuda> {
-    let folder = |name| std::env::var_os(name).map(PathBuf::from);
-    let options = Options {
-        nvrtc: folder("TH_NVRTC").into_iter().collect(),
-        cache: folder("TH_CUBINS"),
-        ..Options::default()
-    };
-    Cuda::open(&options).map_err(|why| println!("skipped: {why}")).ok()
-}
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

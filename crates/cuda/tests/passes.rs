@@ -2,17 +2,15 @@
 //! pass before left before they wait for anything (`ops::kernel`), in a chain even before the product that they follow:
 //! it has to be there.
 
-#![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
+mod common;
 
-use std::path::PathBuf;
-
-use cuda::{Cuda, Options};
+use common::{card, matrix};
+use cuda::Cuda;
 use ops::rms_norm::RmsNorm;
 use ops::{
     Act, ActDtype, Attention, AttnMix, AttnPrepare, Buf, Commit, Device, Embed, Format, GatedDelta,
     GatedNorm, GdnGeometry, GdnMix, GdnPrepare, HeadGate, HeadMap, KvDtype, KvPool, LaneStep,
-    Lanes, Linear, LinearPart, Op, PAGE_TOKENS, Pass, Queries, Rope, RopePairing, ScaleDtype,
-    Weight, linear,
+    Lanes, Linear, LinearPart, Op, PAGE_TOKENS, Pass, Queries, Rope, RopePairing, Weight,
 };
 
 const PASSES: usize = 40;
@@ -60,23 +58,6 @@ impl Made {
         self.at += 7919;
         self.dev.write(buf, &values);
         buf
-    }
-
-    /// In 4 bits, of small weights around 0.
-    fn matrix(&mut self, n: usize, k: usize) -> Weight {
-        let codes: Vec<u8> =
-            (0..n * k / 2).map(|i| (i.wrapping_mul(0x9E37_79B9) >> 11) as u8).collect();
-        let [scales, biases] = [0x3c80_u16, 0xbdf0]
-            .map(|bits| (0..n * k / 64).flat_map(|_| bits.to_le_bytes()).collect::<Vec<u8>>());
-        let (codes, scales, biases) = (&codes, &scales, &biases);
-        let scale = ScaleDtype::Bf16;
-        let source = linear::Source::Mlx { bits: 4, group: 64, scale, codes, scales, biases };
-        let format = source.check(n, k).expect("whole groups");
-        let mut packed = vec![0; format.packed_bytes(n, k).expect("a size")];
-        source.pack_piece(self.dev.info().tiles, (n, k), 0, &mut packed).expect("whole");
-        let buf = self.alloc(packed.len());
-        self.dev.write(buf, &packed);
-        Weight { buf, format, n, k }
     }
 
     fn kept(&mut self, bytes: usize) -> Buf {
@@ -240,14 +221,7 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
 
 #[test]
 fn mixers_find_what_the_pass_before_left() {
-    let options = Options {
-        nvrtc: std::env::var_os("TH_NVRTC").map(PathBuf::from).into_iter().collect(),
-        ..Options::default()
-    };
-    let dev = match Cuda::open(&options) {
-        Ok(dev) => dev,
-        Err(why) => return println!("skipped: {why}"),
-    };
+    let Some(dev) = card() else { return };
     let mut made = Made { dev, at: 0, kept: Vec::new() };
     let steps = steps(&mut made);
     let lanes_of = |pass: usize| {
@@ -260,7 +234,7 @@ fn mixers_find_what_the_pass_before_left() {
     let xn = made.out(HIDDEN);
     let [first, second, third] = [(); 3].map(|()| gdn(&mut made, lanes_of(0)));
     // The second mixer follows a product, so that it begins before that; the others don't.
-    let input = made.matrix(GDN.channels(), HIDDEN);
+    let input = matrix(&mut made.dev, (GDN.channels(), HIDDEN), 0x3c80, 0xbdf0);
     let part = LinearPart { weight: input, out: second.prepare.qkv, add: false };
     let product = Linear::new(xn, MOST, Pass::Round, &[part]);
     let pages = [attention(&mut made, lanes_of(0)), attention(&mut made, lanes_of(0))];

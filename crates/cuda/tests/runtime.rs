@@ -1,38 +1,18 @@
 //! The runtime itself, on the card, if there is one.
 
-#![expect(clippy::disallowed_methods, reason = "a test picks its compiler by the environment")]
+mod common;
 
-use std::path::PathBuf;
-
+use common::{card, matrix, pattern};
 use cuda::{Cuda, OpenError, Options};
 use ops::rms_norm::RmsNorm;
 use ops::{
-    Act, ActDtype, Buf, CopyRows, Device, DeviceError, Linear, LinearPart, Pass, ScaleDtype,
-    SiluMul, Weight, linear,
+    Act, ActDtype, Buf, CopyRows, Device, DeviceError, Linear, LinearPart, Pass, SiluMul, Weight,
 };
-
-fn open() -> Option<Cuda> {
-    let options = Options {
-        nvrtc: std::env::var_os("TH_NVRTC").map(PathBuf::from).into_iter().collect(),
-        ..Options::default()
-    };
-    match Cuda::open(&options) {
-        Ok(cuda) => Some(cuda),
-        Err(why) => {
-            println!("skipped: {why}");
-            None
-        }
-    }
-}
 
 fn bytes_of(dev: &mut Cuda, buf: Buf) -> Vec<u8> {
     let mut bytes = vec![0; buf.bytes];
     dev.read(buf, &mut bytes);
     bytes
-}
-
-fn pattern(at: usize) -> u8 {
-    (at.wrapping_mul(0x9E37_79B9) >> 13) as u8
 }
 
 #[test]
@@ -45,7 +25,7 @@ fn a_device_that_is_not_there_is_a_sentence() {
 
 #[test]
 fn memory_moves_whole() {
-    let Some(mut dev) = open() else { return };
+    let Some(mut dev) = card() else { return };
     let small = dev.alloc(1000, "small").expect("memory");
     assert_eq!(bytes_of(&mut dev, small), vec![0; 1000]);
     // Pieces that don't divide the slots, nor the buffer.
@@ -95,7 +75,7 @@ fn chain(dev: &mut dyn Device, bufs: &[Buf], width: usize, rows: usize) {
 
 #[test]
 fn launches_see_what_those_before_wrote() {
-    let Some(mut dev) = open() else { return };
+    let Some(mut dev) = card() else { return };
     let (width, rows) = (4096, 16);
     let bufs: Vec<Buf> =
         (0..60).map(|_| dev.alloc(4 * width * rows, "chain").expect("memory")).collect();
@@ -136,30 +116,9 @@ struct Mlp {
     down: Weight,
 }
 
-/// A matrix of random codes, whose weights are small and have mean 0.
-fn matrix(dev: &mut Cuda, n: usize, k: usize) -> Weight {
-    let codes: Vec<u8> = (0..n * k / 2).map(pattern).collect();
-    let scales: Vec<u8> = (0..n * k / 64).flat_map(|_| 0x3a80_u16.to_le_bytes()).collect();
-    let biases: Vec<u8> = (0..n * k / 64).flat_map(|_| 0xbbf0_u16.to_le_bytes()).collect();
-    let source = linear::Source::Mlx {
-        bits: 4,
-        group: 64,
-        scale: ScaleDtype::Bf16,
-        codes: &codes,
-        scales: &scales,
-        biases: &biases,
-    };
-    let format = source.check(n, k).expect("whole groups");
-    let mut packed = vec![0; format.packed_bytes(n, k).expect("a size")];
-    source.pack_piece(dev.info().tiles, (n, k), 0, &mut packed).expect("whole");
-    let buf = dev.alloc(packed.len(), "matrix").expect("memory");
-    dev.write(buf, &packed);
-    Weight { buf, format, n, k }
-}
-
 #[test]
 fn joined_stages_have_the_bits_of_stages_apart() {
-    let Some(mut dev) = open() else { return };
+    let Some(mut dev) = card() else { return };
     // More half tiles than a pass has, runs that differ by one, and a k that blocks share.
     let (hidden, inner, most) = (5120, 17_408, 64);
     let mut f32s = |count: usize| dev.alloc(4 * count, "f32").expect("memory");
@@ -170,8 +129,9 @@ fn joined_stages_have_the_bits_of_stages_apart() {
         Act { buf, width, dtype: ActDtype::Bf16 }
     };
     let (xn, act) = (act(hidden), act(inner));
-    let (gate, up) = (matrix(&mut dev, inner, hidden), matrix(&mut dev, inner, hidden));
-    let down = matrix(&mut dev, hidden, inner);
+    // Small weights of mean 0.
+    let mut matrix = |n, k| matrix(&mut dev, (n, k), 0x3a80, 0xbbf0);
+    let (gate, up, down) = (matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner));
     let m = Mlp { x, norm, xn, gate, up, gates, ups, act, down };
     let ones: Vec<u8> = (0..hidden).flat_map(|_| 1f32.to_le_bytes()).collect();
     dev.write(norm, &ones);
@@ -201,7 +161,7 @@ fn joined_stages_have_the_bits_of_stages_apart() {
 
 #[test]
 fn published_copies_arrive_in_order() {
-    let Some(mut dev) = open() else { return };
+    let Some(mut dev) = card() else { return };
     let (width, rows) = (4096, 4);
     let bufs: Vec<Buf> =
         (0..9).map(|_| dev.alloc(4 * width * rows, "chain").expect("memory")).collect();
@@ -242,7 +202,7 @@ fn bytes(values: &[u32]) -> Vec<u8> {
 
 #[test]
 fn failures_surface_at_sync_and_not_before() {
-    let Some(mut dev) = open() else { return };
+    let Some(mut dev) = card() else { return };
     let buf = dev.alloc(4096, "rows").expect("memory");
     let to = Act { buf, width: 64, dtype: ActDtype::F32 };
     let op =
@@ -264,7 +224,7 @@ fn failures_surface_at_sync_and_not_before() {
 
 #[test]
 fn bandwidth_is_that_of_a_card() {
-    let Some(mut dev) = open() else { return };
+    let Some(mut dev) = card() else { return };
     let bufs: Vec<Buf> = (0..8).map(|_| dev.alloc(512 << 20, "read").expect("memory")).collect();
     let rate = dev.read_bandwidth(&bufs);
     println!("{}: reads {:.0} GB/s", dev.info().name, rate / 1e9);
