@@ -31,10 +31,7 @@ struct Range {
 /// Where memory comes from.
 #[derive(Debug)]
 enum Source {
-    Space {
-        space: Space,
-        used: usize,
-    },
+    Space(Space),
     Regions {
         regions: Vec<Range>,
         /// What is left of the region that small buffers are cut from.
@@ -63,7 +60,7 @@ impl Memory {
     /// Times that the driver was asked for memory.
     pub(crate) fn allocations(&self) -> u64 {
         match &self.source {
-            Some(Source::Space { space, .. }) => space.parts() as u64,
+            Some(Source::Space(space)) => space.parts() as u64,
             Some(Source::Regions { regions, .. }) => regions.len() as u64,
             None => 0,
         }
@@ -72,7 +69,7 @@ impl Memory {
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
         match &self.source {
-            Some(Source::Space { space, .. }) => space.mapped(),
+            Some(Source::Space(space)) => space.mapped(),
             Some(Source::Regions { regions, .. }) => regions.iter().map(|r| r.bytes).sum(),
             None => 0,
         }
@@ -97,7 +94,7 @@ impl Memory {
         self.buffers.clear();
         match self.source.take() {
             // SAFETY: buffers have just lost their meaning, and the stream is done with them.
-            Some(Source::Space { space, .. }) => unsafe { space.free() }.map_err(explain),
+            Some(Source::Space(space)) => unsafe { space.free() }.map_err(explain),
             Some(Source::Regions { regions, .. }) => {
                 // SAFETY: as above; `region` allocated it.
                 let free = |region: Range| unsafe { result::free_sync(region.address) };
@@ -113,7 +110,7 @@ impl Source {
     fn of(gpu: &Gpu) -> Source {
         let space = result::mem_get_info().and_then(|(_, all)| Space::reserve(gpu, all));
         match space {
-            Ok(space) => Source::Space { space, used: 0 },
+            Ok(space) => Source::Space(space),
             Err(_) => Source::Regions { regions: Vec::new(), open: Range { address: 0, bytes: 0 } },
         }
     }
@@ -121,18 +118,7 @@ impl Source {
     /// `len` zeroed bytes.
     fn take(&mut self, stream: &Stream, len: usize) -> Result<u64, DriverError> {
         match self {
-            Source::Space { space, used } => {
-                let missing = len.saturating_sub(space.mapped() - *used);
-                if missing > 0 {
-                    let at = space.address() + space.mapped() as u64;
-                    let bytes = space.grow(missing)?;
-                    // SAFETY: just mapped, and kept until `clear`, which waits.
-                    unsafe { result::memset_d8_async(at, 0, bytes, stream.0)? };
-                }
-                let address = space.address() + *used as u64;
-                *used += len;
-                Ok(address)
-            }
+            Source::Space(space) => space.take(stream, len),
             Source::Regions { regions, .. } if len >= REGION_BYTES / 2 => {
                 region(regions, stream, len)
             }

@@ -5,9 +5,9 @@ use std::mem::MaybeUninit;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
-use crate::gpu::Gpu;
+use crate::gpu::{Gpu, Stream};
 
-/// Addresses for all the memory of a card; memory behind the first `mapped` bytes.
+/// Addresses for all the memory of a card; memory behind the first `mapped` bytes, of which `used` are taken.
 #[derive(Debug)]
 pub(crate) struct Space {
     address: u64,
@@ -16,6 +16,7 @@ pub(crate) struct Space {
     location: sys::CUmemLocation,
     parts: Vec<Part>,
     mapped: usize,
+    used: usize,
 }
 
 #[derive(Debug)]
@@ -47,11 +48,19 @@ impl Space {
             reserved = bytes.next_multiple_of(granularity.max(1));
             sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0).result()?;
         }
-        Ok(Space { address, reserved, granularity, location, parts: Vec::new(), mapped: 0 })
+        let parts = Vec::new();
+        Ok(Space { address, reserved, granularity, location, parts, mapped: 0, used: 0 })
     }
 
-    pub(crate) fn address(&self) -> u64 {
-        self.address
+    /// The next `bytes`, zeroed in order with the stream.
+    pub(crate) fn take(&mut self, stream: &Stream, bytes: usize) -> Result<u64, DriverError> {
+        let missing = bytes.saturating_sub(self.mapped - self.used);
+        if missing > 0 {
+            self.grow(stream, missing)?;
+        }
+        let address = self.address + self.used as u64;
+        self.used += bytes;
+        Ok(address)
     }
 
     /// Bytes that there is memory for.
@@ -64,8 +73,25 @@ impl Space {
         self.parts.len()
     }
 
-    /// Maps at least `bytes` more and returns how many. What is there is not zeroed.
-    pub(crate) fn grow(&mut self, bytes: usize) -> Result<usize, DriverError> {
+    /// Gives memory and addresses back.
+    ///
+    /// # Safety
+    /// Nothing uses them any more.
+    pub(crate) unsafe fn free(self) -> Result<(), DriverError> {
+        let mut at = self.address;
+        // SAFETY: mapped by `grow`, reserved by `reserve`; the caller's promise.
+        unsafe {
+            for Part { handle, bytes } in self.parts {
+                sys::cuMemUnmap(at, bytes).result()?;
+                sys::cuMemRelease(handle).result()?;
+                at += bytes as u64;
+            }
+            sys::cuMemAddressFree(self.address, self.reserved).result()
+        }
+    }
+
+    /// Maps at least `bytes` more.
+    fn grow(&mut self, stream: &Stream, bytes: usize) -> Result<(), DriverError> {
         let out_of_memory = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
         let bytes = bytes.checked_next_multiple_of(self.granularity).ok_or(out_of_memory)?;
         if bytes > self.reserved - self.mapped {
@@ -89,24 +115,8 @@ impl Space {
         }
         self.parts.push(Part { handle, bytes });
         self.mapped += bytes;
-        Ok(bytes)
-    }
-
-    /// Gives memory and addresses back.
-    ///
-    /// # Safety
-    /// Nothing uses them any more.
-    pub(crate) unsafe fn free(self) -> Result<(), DriverError> {
-        let mut at = self.address;
-        // SAFETY: mapped by `grow`, reserved by `reserve`; the caller's promise.
-        unsafe {
-            for Part { handle, bytes } in self.parts {
-                sys::cuMemUnmap(at, bytes).result()?;
-                sys::cuMemRelease(handle).result()?;
-                at += bytes as u64;
-            }
-            sys::cuMemAddressFree(self.address, self.reserved).result()
-        }
+        // SAFETY: just mapped, and kept until `free`.
+        unsafe { result::memset_d8_async(at, 0, bytes, stream.0) }
     }
 }
 

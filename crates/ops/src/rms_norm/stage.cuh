@@ -4,6 +4,7 @@
 __device__ __forceinline__ u32 first_norm_row() {
     return gridDim.x - 1 - blockIdx.x;
 }
+
 __device__ __forceinline__ void rms_norm_stage(const u64* word) {
     __shared__ float warps[WARPS];
     const float* x = (const float*)word[0];
