@@ -19,6 +19,7 @@ const SOURCE: Source = Source {
         "\n#define WARPS 8\n#define COPIERS 4\n#if defined(BLOCKS) && BLOCKS > 2 && __CUDA_ARCH__ == 900\n#define COMPUTERS 12\n#else\n#define COMPUTERS WARPS\n#endif\n#ifdef BLOCKS\n",
         include_str!("linear/weight.cuh"),
         include_str!("linear/fragments.cuh"),
+        include_str!("linear/rounded.cuh"),
         include_str!("linear/share.cuh"),
         "#if WIDE\n",
         include_str!("wgmma.cuh"),

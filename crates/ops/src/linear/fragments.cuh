@@ -70,13 +70,8 @@ __device__ __forceinline__ void load_unit(Unit& w, const u8* at, u32 u, u32 lane
     load_unit(w, at, at + HEADER_BYTES + within * UNIT_BYTES, within, lane);
 }
 
-// Codes enter the tensor cores as they are: the bits of a small number in the low mantissa bits of a
-// bf16 are that number times 2^-133 (a subnormal, or just beyond where the spacing is the same), exactly.
-// Shifted left by 4 they are worth 2^-129. Activations are scaled by 2^68 or 2^64 to match, so
-// that sums come out 2^-65 times what they should be: see X_LOW, X_HIGH and UNSCALE.
-#define X_LOW 0x61806180u
-#define X_HIGH (CODES == 0 ? 0x5f805f80u : X_LOW)
-#define UNSCALE 0x1p65f
+// Codes are the bits of a small number in the low mantissa bits of a bf16, which are that number times 2^-133 (a subnormal, or just
+// beyond where the spacing is the same), exactly; shifted left by 4 they are worth 2^-129. rounded.cuh makes weights of them.
 
 // A of step `j`: 16 inputs.
 __device__ __forceinline__ void codes_of_step(u32 (&a)[4], const Unit& w, int j) {
@@ -104,11 +99,6 @@ __device__ __forceinline__ void codes_of_step(u32 (&a)[4], const Unit& w, int j)
         }
     }
 }
-// A of all ones.
-__device__ __forceinline__ void ones(u32 (&a)[4]) {
-    a[0] = a[1] = 0x00010001u, a[2] = a[3] = CODES == 0 ? 0x00100010u : 0x00010001u;
-}
-
 __device__ __forceinline__ float half_of(u32 word, int high) {
     if constexpr (SCALE == 1) return __uint_as_float(high ? word & 0xffff0000u : word << 16);
     else return f16_to_f32((u16)(high ? word >> 16 : word));

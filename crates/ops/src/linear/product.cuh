@@ -69,38 +69,23 @@ struct Target {
     float2 old;
 };
 __device__ __forceinline__ void store(const Target& to, float2 v) {
-    if (to.at) to.at[0] = fmaf(v.x, UNSCALE, to.old.x);
-    if (to.at && to.next) to.at[to.next] = fmaf(v.y, UNSCALE, to.old.y);
+    if (to.at) to.at[0] = fmaf(v.x, WEIGHTS_UNSCALE, to.old.x);
+    if (to.at && to.next) to.at[to.next] = fmaf(v.y, WEIGHTS_UNSCALE, to.old.y);
 }
 
-// sum += scale (codes x) + bias total, for COUNT half tiles and 64 inputs. Several half tiles side by side, for the matrix
-// instructions of one depend on each other.
+// sum += weights x, for COUNT half tiles and 64 inputs. Several half tiles side by side, for the matrix instructions of one depend on
+// each other.
 template <int COUNT>
-__device__ __forceinline__ void multiply(float (*sum)[BLOCKS][4], const Unit* w, const u32 (&b)[BLOCKS][4][2],
-                                         const float (&total)[BLOCKS][SUBS][4]) {
+__device__ __forceinline__ void multiply(float (*sum)[BLOCKS][4], const Unit* w, const u32 (&b)[BLOCKS][4][2]) {
+    u32 a[COUNT][4][4];
 #pragma unroll
-    for (int u = 0; u < SUBS; u++) {
-        float raw[COUNT][BLOCKS][4] = {};
+    for (int i = 0; i < COUNT; i++) weights_of_unit(a[i], w[i]);
 #pragma unroll
-        for (int j = u * 4 / SUBS; j < (u + 1) * 4 / SUBS; j++)
+    for (int j = 0; j < 4; j++)
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                u32 a[4];
-                codes_of_step(a, w[i], j);
+        for (int i = 0; i < COUNT; i++)
 #pragma unroll
-                for (int r = 0; r < BLOCKS; r++) mma(raw[i][r], a, b[r][j][0], b[r][j][1]);
-            }
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            float scale[2], bias[2];
-            scales(w[i], u, scale, bias);
-#pragma unroll
-            for (int r = 0; r < BLOCKS; r++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    sum[i][r][e] = fmaf(scale[e / 2], raw[i][r][e], fmaf(bias[e / 2], total[r][u][e % 2], sum[i][r][e]));
-        }
-    }
+            for (int r = 0; r < BLOCKS; r++) mma(sum[i][r], a[i][j], b[r][j][0], b[r][j][1]);
 }
 
 // Where things are in shared memory.
@@ -184,31 +169,18 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
         if (lane == 0) phase_arrive(ring.empty + 8 * ring.slot);
         ring.next();
     };
-    // B of this warp's 64 inputs of a chunk, and the sums of its parts that share a scale.
+    // B of this warp's 64 inputs of a chunk.
     u32 b[BLOCKS][4][2], buffer = 0;
-    float total[BLOCKS][SUBS][4];
     auto take_x = [&]() {
         copies_wait<X_AHEAD - 1>();
         __syncwarp();
 #pragma unroll
-        for (int r = 0; r < BLOCKS; r++) {
-#pragma unroll
-            for (int u = 0; u < SUBS; u++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) total[r][u][e] = 0.f;
+        for (int r = 0; r < BLOCKS; r++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const u32 row = lane % 8, at = my_x + buffer * X_BYTES + (r * 8 + row) * 128 + (h * 4 + lane / 8 ^ row) * 16;
                 load_matrices(b[r][2 * h], b[r][2 * h + 1], at);
             }
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                b[r][j][0] = mul_bf16x2(b[r][j][0], X_LOW), b[r][j][1] = mul_bf16x2(b[r][j][1], X_HIGH);
-                u32 a[4];
-                ones(a);
-                mma(total[r][j * SUBS / 4], a, b[r][j][0], b[r][j][1]);
-            }
-        }
         __syncwarp();
         fetch_x(buffer);
         if (++buffer == X_AHEAD) buffer = 0;
@@ -228,9 +200,9 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
             else if (c + 1 < p.chunk1) take(next, 0, first, c + 1);
             else if (first + TILES < p.run) take(next, 0, first + TILES, p.chunk0);
             if (!here || i * STAGE >= count) continue;
-            if (left >= STAGE) multiply<STAGE>(sum + i * STAGE, w[(turn + i) % 2], b, total);
-            else if (left == 2) multiply<2>(sum + i * STAGE, w[(turn + i) % 2], b, total);
-            else multiply<1>(sum + i * STAGE, w[(turn + i) % 2], b, total);
+            if (left >= STAGE) multiply<STAGE>(sum + i * STAGE, w[(turn + i) % 2], b);
+            else if (left == 2) multiply<2>(sum + i * STAGE, w[(turn + i) % 2], b);
+            else multiply<1>(sum + i * STAGE, w[(turn + i) % 2], b);
         }
     };
     if (p.run) take(w[0], 0, 0, p.chunk0);

@@ -1,6 +1,6 @@
-// Weights as bf16 operands of wgmma (after fragments.cuh).
+// Weights as bf16 operands (after fragments.cuh).
 
-// Codes are multiplied as the subnormal numbers that their bits are (see X_LOW), by scales that make up for most of it. Weights come out
+// Codes are multiplied as the subnormal numbers that their bits are, by scales that make up for most of it. Weights come out
 // 2^-40 times what they should be, and so do sums; from 2^-86 to 2^35 (bf16 and f32 scales) all of these are normal numbers and rounded as
 // if they were not scaled.
 #define WEIGHTS_UNSCALE 0x1p40f
@@ -14,9 +14,9 @@ __device__ __forceinline__ void weights_of_unit(u32 (&a)[4][4], const Unit& w) {
         if constexpr (SCALE == 1 && !SYMMETRIC) {
 #pragma unroll
             for (int o = 0; o < 2; o++) {
-                const u32 pair = w.scale[(HEADERS > 1 ? s * HEADER_WORDS : 0) + o], twice = __byte_perm(pair, 0, 0x1010);
-                by[o] = mul_bf16x2(twice, 0x6e006e00u), by_shifted[o] = mul_bf16x2(twice, 0x6c006c00u);  // 2^93 and 2^89
-                plus[o] = mul_bf16x2(__byte_perm(pair, 0, 0x3232), 0x2b802b80u);                         // 2^-40
+                const u32 pair = mul_bf16x2(w.scale[(HEADERS > 1 ? s * HEADER_WORDS : 0) + o], 0x2b806e00u);  // by 2^93 and 2^-40
+                by[o] = __byte_perm(pair, 0, 0x1010), plus[o] = __byte_perm(pair, 0, 0x3232);
+                by_shifted[o] = mul_bf16x2(by[o], 0x3d803d80u);  // 2^-4
             }
         } else {
             scales(w, s, scale, bias);

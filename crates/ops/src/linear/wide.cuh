@@ -4,8 +4,8 @@
 // source   definition: mod.rs reference(); docs/decisions/few-row-matmul-on-hopper.md has what else was tried
 //
 // Each row has the bits that product.cuh gives it: there, a warp has the sum of every eighth 64 inputs, and those of the eight warps are
-// added in order. Here, warpgroups take these sums one after the other and add each to what lies in shared memory. A unit, 64 inputs of
-// a half tile, starts from 0 and is scaled when it is done; both kinds of matrix instruction round alike.
+// added in order. Here, warpgroups take these sums one after the other and add each to what lies in shared memory; both kinds of matrix
+// instruction round alike. A unit is 64 inputs of a half tile.
 //
 // Work. A warpgroup multiplies four half tiles at a time, one a warp, and has at most two such rows. Up to FEW_TILES half tiles are
 // all each warpgroup's, and the three warpgroups have a sum each, abreast; more are dealt to them, and all have the same sum.
@@ -27,8 +27,7 @@
 #define CELLS (FEW_TILES * GROUPS)  // of a slot
 
 // Shared memory, in this order, from a multiple of 1024 on.
-#define TOTALS_AT (PANELS * GROUPS * PANEL_BYTES)
-#define SUMS_AT (TOTALS_AT + PANELS * GROUPS * TOTALS_BYTES)
+#define SUMS_AT (PANELS * GROUPS * PANEL_BYTES)
 #define CROSS_AT (SUMS_AT + (MOST_TILES - MOST_OWN) * TILE_BYTES)
 #define RING_AT (SUMS_AT + MOST_TILES * TILE_BYTES)
 #define BARS_AT (RING_AT + RING * SLOT_BYTES)
@@ -92,7 +91,7 @@ struct WeightCopier {
     }
 };
 
-// Slots of as many panels and their totals as sums are abreast. Each product begins with the first.
+// Slots of as many panels as sums are abreast. Each product begins with the first.
 struct Panels {
     u32 base, full, empty, slots, slot, parities;  // a bit each
     __device__ __forceinline__ void begin(u32 abreast) { slots = GROUPS * PANELS / abreast, slot = 0; }
@@ -110,9 +109,8 @@ __device__ __forceinline__ void copy_panels(const Product& p, Panels& panels) {
     for (u32 left = (p.run + p.tiles - 1) / p.tiles * order.all(); left > 0; left--, order.next(), panels.next()) {
         phase_wait(panels.empty + 8 * panels.slot, panels.parity() ^ 1);
         const u32 bar = panels.full + 8 * panels.slot, count = order.count(), unit = order.unit(), place = panels.slot * order.abreast;
-        phase_arrive_expecting(bar, count * (PANEL_BYTES + TOTALS_BYTES));
+        phase_arrive_expecting(bar, count * PANEL_BYTES);
         bulk_copy(panels.base + place * PANEL_BYTES, p.x + unit * PANEL_BYTES, count * PANEL_BYTES, bar);
-        bulk_copy(panels.base + TOTALS_AT + place * TOTALS_BYTES, p.x + p.k / 64 * PANEL_BYTES + unit * TOTALS_BYTES, count * TOTALS_BYTES, bar);
     }
 }
 
@@ -177,24 +175,20 @@ __device__ __forceinline__ void turn_ends(u32 group) { asm volatile("bar.arrive 
 // The sums of a pass of `tiles` half tiles, into shared memory. Of MINE half tiles of this warp, if there are so many.
 template <int MINE>
 __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block& block) {
-    constexpr int OF_STEP = 4 / SUBS, STEPS = MINE * SUBS, RAWS = WIDE < 64 && STEPS % 2 == 0 ? 2 : 1;
     const Order order(p);
     const bool several = order.abreast > 1;
     const u32 group = block.warp / 4, my_sum = several ? group : 0;
     const u32 mine0 = several ? block.warp % 4 : block.warp, apart = several ? 4 : COMPUTERS;  // my half tiles
-    float sum[MINE][WIDE / 2], raw[RAWS][WIDE / 2];
-    u32 operand[RAWS][OF_STEP][4];
+    float sum[MINE][WIDE / 2];
+    u32 weights[2][4][4];  // of this unit and of the next
     Unit unit;
-    float scale[RAWS + 1][2], bias[RAWS + 1][2];
-    float2 total[SUBS][WIDE / 8];
 
     // Where this warp is. In registers of its own: made anew from where the block is, each would be a chain of slow instructions.
     u32 lane = block.lane, left = order.all();
     u32 cells_at = shared_address(block.shared) + RING_AT + (mine0 * order.abreast + my_sum) * CELL_BYTES, cell_at = cells_at + block.ring.slot * SLOT_BYTES;
-    u32 totals_at = shared_address(block.shared) + TOTALS_AT + block.panels.slot * order.abreast * TOTALS_BYTES + my_sum * TOTALS_BYTES + lane % 4 * 8;
     const u32 second_at = apart * order.abreast * CELL_BYTES;
     u64 panel = rows_along(block.panels.base + (block.panels.slot * order.abreast + my_sum) * PANEL_BYTES);
-    asm volatile("" : "+r"(lane), "+r"(cells_at), "+r"(cell_at), "+r"(totals_at));
+    asm volatile("" : "+r"(lane), "+r"(cells_at), "+r"(cell_at));
 
     auto enter = [&]() {
         if (left == 0) return;
@@ -204,48 +198,55 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
     auto go_on = [&]() {
         left--, block.ring.next(), block.panels.next();
         cell_at = block.ring.slot == 0 ? cells_at : cell_at + SLOT_BYTES;
-        if (block.panels.slot == 0) {
-            totals_at -= (block.panels.slots - 1) * order.abreast * TOTALS_BYTES, panel -= (block.panels.slots - 1) * order.abreast * (PANEL_BYTES / 16);
-        } else totals_at += order.abreast * TOTALS_BYTES, panel += order.abreast * (PANEL_BYTES / 16);
+        if (block.panels.slot == 0) panel -= (block.panels.slots - 1) * order.abreast * (PANEL_BYTES / 16);
+        else panel += order.abreast * (PANEL_BYTES / 16);
     };
     auto leave = [&](u32 slot, u32 panels) {
         __syncwarp();
         if (lane == 0) phase_arrive(block.ring.empty + 8 * slot), phase_arrive(block.panels.empty + 8 * panels);
     };
-    // Step: a part with one scale of a unit. Its codes come into registers, then the operands are made.
-    auto fetch = [&](int q, u32 first_sum) {
-        if (q % SUBS || (q >= SUBS && mine0 + apart >= tiles)) return;
-        const u8* at = (const u8*)__cvta_shared_to_generic(cell_at + q / SUBS * second_at);
+    // A half tile's codes come into registers, then they are made weights.
+    auto fetch = [&](int m, u32 first_sum) {
+        if (m > 0 && mine0 + apart >= tiles) return;
+        const u8* at = (const u8*)__cvta_shared_to_generic(cell_at + m * second_at);
         load_unit(unit, at, at + HEADER_BYTES, SPAN > 64 ? (first_sum + my_sum) % UNITS_OF_SPAN : 0, lane);
     };
-    auto decode = [&](int q) {
-        u32(&to)[OF_STEP][4] = operand[q % RAWS];
-#pragma unroll
-        for (int j = 0; j < OF_STEP; j++) codes_of_step(to[j], unit, q % SUBS * OF_STEP + j);
-        scales(unit, q % SUBS, scale[q % (RAWS + 1)], bias[q % (RAWS + 1)]);
+    auto decode = [&](u32(&to)[4][4]) {
+        weights_of_unit(to, unit);
         keep(to);  // now, not when they are needed
     };
-    auto start = [&](int q) {
-        u32(&a)[OF_STEP][4] = operand[q % RAWS];
-        keep(a), keep(raw[q % RAWS]);
+    auto start = [&](int m, u32(&a)[4][4]) {
+        keep(a), keep(sum[m]);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < OF_STEP; j++) wgmma(raw[q % RAWS], a[j], panel + 2 * (q % SUBS * OF_STEP + j), j > 0);  // 32 bytes a step
+        for (int j = 0; j < 4; j++) wgmma(sum[m], a[j], panel + 2 * j, 1);  // 32 bytes a step
         wgmma_commit();
     };
-    auto scaled = [&](int q) {
-        keep(operand[q % RAWS]), keep(raw[q % RAWS]);
-        const float(&by)[2] = scale[q % (RAWS + 1)], (&plus)[2] = bias[q % (RAWS + 1)];
-        float(&to)[WIDE / 2] = sum[q / SUBS];
-#pragma unroll
-        for (int i = 0; i < WIDE / 2; i++) {
-            const float2 of = total[q % SUBS][i / 4];
-            to[i] = fmaf(by[i / 2 % 2], raw[q % RAWS][i], fmaf(plus[i / 2 % 2], i % 2 ? of.y : of.x, to[i]));
+    // The units of one place, whose first has its weights in `here`, and which leaves those of the next place in `after`.
+    auto multiply = [&](u32(&here)[4][4], u32(&after)[4][4], u32 first_sum, u32 next_sum) {
+        const u32 slot = block.ring.slot, panels = block.panels.slot;
+        start(0, here);
+        if (MINE == 2) {
+            fetch(1, first_sum), decode(after);
+            start(1, after);
+            wgmma_wait<1>();
+            keep(here), keep(sum[0]);
+            go_on(), enter();
+            fetch(0, next_sum), decode(here);
+            wgmma_wait<0>();
+            keep(after), keep(sum[1]);
+        } else {
+            go_on(), enter();
+            fetch(0, next_sum), decode(after);
+            wgmma_wait<0>();
+            keep(here), keep(sum[0]);
         }
+        leave(slot, panels);
     };
 
     enter();
-    fetch(0, 0), decode(0);
+    fetch(0, 0), decode(weights[0]);
+    bool odd = false;  // whether the next unit's weights are in weights[1]
 #pragma unroll 1
     for (u32 first_sum = 0; first_sum < 8; first_sum += order.abreast) {
 #pragma unroll
@@ -255,39 +256,21 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
         const u32 places = order.places(first_sum), my_places = first_sum + my_sum < 8 ? order.places(first_sum + my_sum) : 0;
 #pragma unroll 1
         for (u32 place = 0; place < my_places; place++) {
-            const u32 slot = block.ring.slot, panels = block.panels.slot;
-#pragma unroll
-            for (int q = 0; q < STEPS; q++) {
-                start(q);
-                if (q == 0)
-#pragma unroll
-                    for (int i = 0; i < SUBS * WIDE / 8; i++)
-                        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(total[i / (WIDE / 8)][i % (WIDE / 8)].x), "=f"(total[i / (WIDE / 8)][i % (WIDE / 8)].y)
-                                     : "r"(totals_at + i / (WIDE / 8) * WIDE * 4 + i % (WIDE / 8) * 32) : "memory");
-                const bool last = q + 1 == STEPS;
-                if (!last) fetch(q + 1, first_sum);
-                if (RAWS == 2 && q > 0) wgmma_wait<1>(), scaled(q - 1);
-                if (RAWS == 2 && !last) decode(q + 1);
-                if (last) {
-                    go_on(), enter();
-                    fetch(0, place + 1 < places ? first_sum : first_sum + order.abreast);
-                }
-                if (RAWS == 1 || last) {
-                    wgmma_wait<0>();
-                    if (RAWS == 1) {
-                        keep(operand[0]), keep(raw[0]);
-                        scaled(q), decode(last ? 0 : q + 1);
-                    } else scaled(q), decode(0);
-                }
-            }
-            leave(slot, panels);
+            const u32 next_sum = place + 1 < places ? first_sum : first_sum + order.abreast;
+            if (MINE == 2 || !odd) multiply(weights[0], weights[1], first_sum, next_sum);
+            else multiply(weights[1], weights[0], first_sum, next_sum);
+            odd ^= MINE == 1;
         }
         // Places where others have a unit.
 #pragma unroll 1
         for (u32 place = my_places; place < places; place++) {
             const u32 slot = block.ring.slot, panels = block.panels.slot;
             go_on(), enter();
-            if (place + 1 == places) fetch(0, first_sum + order.abreast), decode(0);
+            if (place + 1 == places) {
+                fetch(0, first_sum + order.abreast);
+                if (odd) decode(weights[1]);
+                else decode(weights[0]);
+            }
             leave(slot, panels);
         }
         if (several && first_sum + group > 0) turn_begins(group);
@@ -360,7 +343,7 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
             }
 #pragma unroll
             for (int e = 0; e < 8; e++)
-                if (there(e)) out[place(e)] = fmaf(v[e], UNSCALE, is[e]);
+                if (there(e)) out[place(e)] = fmaf(v[e], WEIGHTS_UNSCALE, is[e]);
         }
         if (first + p.tiles < p.run) barrier(3, 32 * COMPUTERS);  // all sums were read
     }

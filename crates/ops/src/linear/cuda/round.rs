@@ -119,11 +119,11 @@ impl Few {
     ) -> Option<Few> {
         let rows = 8 * blocks;
         let (most, panels) = if rows == 64 { (18, 3) } else { (24, 4) };
-        if panel_bytes(group, rows) > WORK_BYTES {
+        if panel_bytes(group.k, rows) > WORK_BYTES {
             return None;
         }
         let slot = 24 * group.layout.cell_bytes();
-        let rest = 1024 + 3 * panels * unit_panel_bytes(group, rows) + most * rows * 64 + 512;
+        let rest = 1024 + 3 * panels * panel_bytes(64, rows) + most * rows * 64 + 512;
         let free = (card.shared as usize).checked_sub(rest + chain::STATIC_SHARED)?;
         let (ring, tiles) = ((free / slot).min(8), run.div_ceil(run.div_ceil(most)));
         let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass: None };
@@ -131,14 +131,9 @@ impl Few {
     }
 }
 
-/// What panels.cuh makes of 64 inputs of some rows: bf16, and f32 sums of the parts that share a scale.
-fn unit_panel_bytes(group: &Group<'_>, rows: usize) -> usize {
-    128 * rows + 4 * rows * (64 / group.layout.group.min(64))
-}
-
-/// What panels.cuh makes of all inputs.
-fn panel_bytes(group: &Group<'_>, rows: usize) -> usize {
-    group.k / 64 * unit_panel_bytes(group, rows)
+/// What panels.cuh makes of 64 inputs of some rows, and of all inputs.
+const fn panel_bytes(inputs: usize, rows: usize) -> usize {
+    2 * inputs * rows
 }
 
 /// Blocks that share k, and the most half tiles of a run.
