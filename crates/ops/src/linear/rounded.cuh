@@ -5,6 +5,14 @@
 // if they were not scaled.
 #define WEIGHTS_UNSCALE 0x1p40f
 
+// One half of a pair, twice. An instruction's operand may be that, so that it costs none.
+__device__ __forceinline__ u32 twice(u32 pair, int high) {
+    u32 d;
+    if (high) asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {h, h};\n}" : "=r"(d) : "r"(pair));
+    else asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(d) : "r"(pair));
+    return d;
+}
+
 // A of the four steps of a unit: bf16 weights.
 __device__ __forceinline__ void weights_of_unit(u32 (&a)[4][4], const Unit& w) {
 #pragma unroll
@@ -15,7 +23,7 @@ __device__ __forceinline__ void weights_of_unit(u32 (&a)[4][4], const Unit& w) {
 #pragma unroll
             for (int o = 0; o < 2; o++) {
                 const u32 pair = mul_bf16x2(w.scale[(HEADERS > 1 ? s * HEADER_WORDS : 0) + o], 0x2b806e00u);  // by 2^93 and 2^-40
-                by[o] = __byte_perm(pair, 0, 0x1010), plus[o] = __byte_perm(pair, 0, 0x3232);
+                by[o] = twice(pair, 0), plus[o] = twice(pair, 1);
                 by_shifted[o] = mul_bf16x2(by[o], 0x3d803d80u);  // 2^-4
             }
         } else {
