@@ -56,8 +56,8 @@ pub enum Arg {
     Work,
 }
 
-/// Enough for 64 rows of 32,768 inputs of a product ([`crate::Linear`]) in any format.
-pub const WORK_BYTES: usize = 5 << 20;
+/// Enough for 64 rows of 32,768 inputs of a product ([`crate::Linear`]).
+pub const WORK_BYTES: usize = 4 << 20;
 
 impl From<Buf> for Arg {
     fn from(buf: Buf) -> Arg {

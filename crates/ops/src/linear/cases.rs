@@ -191,7 +191,7 @@ fn four_parts(b: &mut Builder, rows: usize) -> Linear {
         (Kind::Mlx(4, 64, ScaleDtype::Bf16), 96),
         (Kind::Dense(DenseDtype::Bf16), 12),
         (Kind::Ggml(GgmlType::Q4_K), 33),
-        (Kind::Mlx(8, 32, ScaleDtype::F16), 1),
+        (Kind::Mlx(8, 32, ScaleDtype::F16), 17),
     ];
     let weights = kinds.map(|(kind, n)| sample(b, kind, n, k).weight(b));
     let mut part = 0;
@@ -246,13 +246,18 @@ fn rows_of_several_lanes() {
     row_invariance("linear of 64", 64, |b, rows| build(b, kind, rows, 40, 576, ActDtype::I8));
     // On a large card, in this order: as many outputs of a block as a pass has; more; a sum of fewer inputs than others.
     const ROWS: [usize; 6] = [1, 8, 12, 17, 32, 64];
-    for (n, k) in [(38_000, 64), (40_000, 64), (5_000, 1_600)] {
+    // Sums of several places besides, in runs of 10 half tiles and of 13.
+    let shapes = [(38_000, 64), (40_000, 64), (5_000, 1_600), (20_000, 640), (27_000, 640)];
+    for (n, k) in shapes {
         row_invariance("linear of some of 64", ROWS.len(), |b, i| {
             build(b, kind, ROWS[i - 1], n, k, ActDtype::I8)
         });
     }
     for kind in Kind::quantized() {
         let k = inputs(kind, 1100);
+        row_invariance("linear of some of 64", ROWS.len(), |b, i| {
+            build(b, kind, ROWS[i - 1], 50, k, ActDtype::I8)
+        });
         let name = format!("linear {kind:?} 20 rows");
         conformance(&name, rounded(), |b| build(b, kind, 20, 50, k, ActDtype::I8));
         let name = format!("linear {kind:?} 40 rows");
@@ -278,7 +283,7 @@ fn prompts() {
         let op = |b: &mut Builder| prompt(build(b, kind, rows, n, k, ActDtype::I8));
         conformance(&name, rounded(), op);
         // A round of so many is multiplied as well as one of few.
-        conformance(&format!("{name}, round"), rounded, |b| {
+        conformance(&format!("{name}, round"), rounded(), |b| {
             build(b, kind, rows, n, k, ActDtype::I8)
         });
     }
@@ -312,9 +317,10 @@ fn products_of_exact_weights() {
     }
     // A wave of a large card's blocks for many rows; runs of many half tiles, and a k that blocks share.
     check(Pass::Prompt, ScaleDtype::Bf16, MANY);
-    for rows in [8, 40] {
-        check(Pass::Round, ScaleDtype::Bf16, (rows, 40_000, 64));
-        check(Pass::Round, ScaleDtype::Bf16, (rows, 5_000, 1_600));
+    for rows in [8, 20, 40] {
+        for (n, k) in [(40_000, 64), (5_000, 1_600), (20_000, 640), (27_000, 640)] {
+            check(Pass::Round, ScaleDtype::Bf16, (rows, n, k));
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-// The instructions of the matrix kernels, and weights as their operands (after weight.cuh).
+// The instructions of the matrix kernels, and codes as they lie in memory (after weight.cuh).
 
 // D (16 x 8, f32) += A (16 x 16, bf16) B (16 x 8, bf16). Lane 4 g + t: A has rows g and g + 8, columns
 // 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3); B has column g; D has (g, 2 t), (g, 2 t + 1), (g + 8, ...).
@@ -99,6 +99,7 @@ __device__ __forceinline__ void codes_of_step(u32 (&a)[4], const Unit& w, int j)
         }
     }
 }
+
 __device__ __forceinline__ float half_of(u32 word, int high) {
     if constexpr (SCALE == 1) return __uint_as_float(high ? word & 0xffff0000u : word << 16);
     else return f16_to_f32((u16)(high ? word >> 16 : word));

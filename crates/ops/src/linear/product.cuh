@@ -1,7 +1,7 @@
 // The product of few rows as a stage of a chain: out[rows, n] (+)= x[rows, k] W[n, k]^T, weights read once at the speed of memory.
 // shapes   x bf16 rows; W in the order of fragments.rs; out f32; 8 BLOCKS rows; k a multiple of 64 and of the span
 // traffic  the weights once; x once for each pass of TILES half tiles and block, from L2
-// source   definition: mod.rs reference(); docs/decisions/few-row-matmul-on-hopper.md has what else was tried
+// source   definition: mod.rs reference(), with weights rounded to bf16; docs/decisions/few-row-matmul-on-hopper.md has what else was tried
 //
 // Work. The half tiles (16 outputs) of all parts are dealt to clusters in nearly equal runs; where there are few, the two blocks of
 // a cluster take a half of k each. A block goes through its run in passes of TILES half tiles, and through k in chunks of 512

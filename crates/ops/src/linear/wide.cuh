@@ -1,7 +1,7 @@
 // The product of many rows as a stage of a chain: out[rows, n] (+)= x[rows, k] W[n, k]^T, weights read once.
 // shapes   x in panels of up to WIDE rows, see panels.cuh; W in the order of fragments.rs; out f32; k a multiple of 64 and of the span
 // traffic  the weights once; x once for each pass of MOST_TILES half tiles and block, from L2
-// source   definition: mod.rs reference(); docs/decisions/few-row-matmul-on-hopper.md has what else was tried
+// source   definition: mod.rs reference(), with weights rounded to bf16; docs/decisions/few-row-matmul-on-hopper.md has what else was tried
 //
 // Each row has the bits that product.cuh gives it: there, a warp has the sum of every eighth 64 inputs, and those of the eight warps are
 // added in order. Here, warpgroups take these sums one after the other and add each to what lies in shared memory; both kinds of matrix
@@ -216,7 +216,10 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
         keep(to);  // now, not when they are needed
     };
     auto start = [&](int m, u32(&a)[4][4]) {
-        keep(a), keep(sum[m]);
+        keep(a);
+        if (m == 0)
+#pragma unroll
+            for (int i = 0; i < MINE; i++) keep(sum[i]);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < 4; j++) wgmma(sum[m], a[j], panel + 2 * j, 1);  // 32 bytes a step
