@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::samples::{Kind, Sample, float, sample};
+use super::samples::{Kind, Sample, exact_sample, float, sample};
 use crate::kernel::{Arg, Card, Plan};
 use crate::linear::{DenseDtype, GgmlType, PackError, Source, TILE};
 use crate::testing::{Builder, Tolerance, conformance, on_each_device, row_invariance};
@@ -27,11 +27,6 @@ crate::testing::cases!(
     prompts_may_be_cut_anywhere,
     more_outputs_than_a_pass,
 );
-
-/// Of weights that bf16 holds exactly: the same bits on the CPU; elsewhere sums of f32.
-fn exact() -> Tolerance {
-    Tolerance::exact().elsewhere(1e-5)
-}
 
 /// The same bits on the CPU. Elsewhere quantised weights may be rounded to bf16, which moves a weight by up to 2^-8 of
 /// it, a root mean square of 2^-9.2, and so a sum of products by that much of its root mean square. Rows of
@@ -129,26 +124,14 @@ fn dense_products() {
 
 /// An MLX matrix with weight `value(o, k)` in 0..16.
 fn codes(n: usize, k: usize, value: impl Fn(usize, usize) -> u8) -> Sample {
-    scaled_codes((n, k), ScaleDtype::F32, |_| (1.0, 0.0), value)
-}
-
-/// The same with a scale and a bias for each output.
-fn scaled_codes(
-    (n, k): (usize, usize),
-    dtype: ScaleDtype,
-    scale: impl Fn(usize) -> (f32, f32),
-    value: impl Fn(usize, usize) -> u8,
-) -> Sample {
+    let dtype = ScaleDtype::F32;
     let mut data = vec![0; n * k / 2];
     for o in 0..n {
         for i in 0..k {
             data[(o * k + i) / 2] |= value(o, i) << (4 * (i % 2));
         }
     }
-    let groups = |of: &dyn Fn(usize) -> f32| -> Vec<u8> {
-        (0..n).flat_map(|o| float(dtype, of(o)).repeat(k / 64)).collect()
-    };
-    let (scales, biases) = (groups(&|o| scale(o).0), groups(&|o| scale(o).1));
+    let [scales, biases] = [1.0, 0.0].map(|value| float(dtype, value).repeat(n * k / 64));
     Sample { kind: Kind::Mlx(4, 64, dtype), n, k, data, scales, biases }
 }
 
@@ -291,37 +274,53 @@ fn prompts() {
     conformance("four parts of a prompt", rounded, |b| prompt(four_parts(b, 130)));
 }
 
-/// Weights that bf16 holds exactly leave nothing to round but sums, whatever the kernel.
+/// Weights that bf16 holds, and sums that f32 holds in any order: every kernel has the bits of the definition.
 #[cfg_attr(test, test)]
 fn products_of_exact_weights() {
-    let weight = |o: usize, i: usize| ((7 * o + 3 * i + o * i / 5) % 16) as u8;
-    let scale = |o: usize| (0.25 * [1.0, -2.0, 8.0][o % 3], [0.0, -1.5, 3.0, 0.5][o % 4]);
-    let check = |pass: Pass, dtype: ScaleDtype, (rows, n, k): (usize, usize, usize)| {
-        let name = format!("linear of exact weights {pass:?} {rows}x{n}x{k}");
-        conformance(&name, exact(), |b| {
-            let weight = scaled_codes((n, k), dtype, scale, weight).weight(b);
-            let x = b.normal_values(rows * k, 2.0);
+    let check = |kind: Kind, pass: Pass, (rows, n, k): (usize, usize, usize)| {
+        let name = format!("linear of exact weights {kind:?} {pass:?} {rows}x{n}x{k}");
+        conformance(&name, Tolerance::exact(), |b| {
+            b.reseed((n * 31 + k) as u64);
+            let weight = exact_sample(b, kind, n, k).weight(b);
+            let x = exact_inputs(b, rows, k);
             let x = b.act(&x, rows, k, ActDtype::I8);
             let out = b.out_f32("out", rows * n);
             Linear::new(x, rows, pass, &[LinearPart { weight, out, add: false }])
         });
     };
-    for dtype in [ScaleDtype::Bf16, ScaleDtype::F16, ScaleDtype::F32] {
-        for shape in [(40, 50, 320), (66, 50, 64), (384, 70, 64), (150, 270, 320), (321, 33, 1088)]
-        {
-            check(Pass::Prompt, dtype, shape);
-        }
-        for shape in [(1, 50, 320), (8, 270, 1088), (12, 33, 64), (20, 70, 1600), (64, 515, 576)] {
-            check(Pass::Round, dtype, shape);
+    for kind in Kind::quantized() {
+        let k = inputs(kind, EXACT.1);
+        for (pass, rows) in [(Pass::Round, &[1, 8, 16, 32, 64][..]), (Pass::Prompt, &[5, 66])] {
+            rows.iter().for_each(|&rows| check(kind, pass, (rows, EXACT.0, k)));
         }
     }
-    // A wave of a large card's blocks for many rows; runs of many half tiles, and a k that blocks share.
-    check(Pass::Prompt, ScaleDtype::Bf16, MANY);
-    for rows in [8, 20, 40] {
-        for (n, k) in [(40_000, 64), (5_000, 1_600), (20_000, 640), (27_000, 640)] {
-            check(Pass::Round, ScaleDtype::Bf16, (rows, n, k));
-        }
+    let mlx = Kind::Mlx(4, 64, ScaleDtype::Bf16);
+    for shape in [(40, 50, 320), (384, 70, 64), (150, 270, 320), (321, 33, 1088)] {
+        check(mlx, Pass::Prompt, shape);
     }
+    for shape in [(8, 270, 1088), (12, 33, 64), (20, 70, 1600), (64, 515, 576)] {
+        check(mlx, Pass::Round, shape);
+    }
+    // A wave of a large card's blocks for many rows; runs of many half tiles, and a k that blocks share. More rows of a round have
+    // the bits of one there: see rows_of_several_lanes.
+    check(mlx, Pass::Prompt, MANY);
+    for (n, k) in [(40_000, 64), (5_000, 1_600), (20_000, 640), (27_000, 640)] {
+        check(mlx, Pass::Round, (1, n, k));
+    }
+    check(mlx, Pass::Round, (40, 5_000, 1_600));
+}
+
+/// Outputs, and inputs at least: more than the warps of a block take at a time.
+const EXACT: (usize, usize) = (50, 576);
+
+/// Small whole numbers. The largest of each group is 127, so that int8 holds them as they are.
+fn exact_inputs(b: &mut Builder, rows: usize, k: usize) -> Vec<f32> {
+    let mut x: Vec<f32> = (0..rows * k).map(|_| (b.random() % 5) as f32 - 2.0).collect();
+    for group in x.chunks_exact_mut(crate::ACT_GROUP) {
+        let at = b.random() as usize % crate::ACT_GROUP;
+        group[at] = if b.random() & 1 == 0 { 127.0 } else { -127.0 };
+    }
+    x
 }
 
 /// Rows, outputs and inputs of a prompt's product that Hopper has another kernel for than for smaller ones.
@@ -479,6 +478,63 @@ fn more_outputs_than_a_pass() {
     for (rows, n, k) in [(1, 39_000, 64), (20, 12_000, 64), (40, 8_500, 1_152)] {
         let name = format!("linear {rows}x{n}x{k}");
         conformance(&name, rounded(), |b| build(b, kind, rows, n, k, ActDtype::I8));
+    }
+}
+
+/// What `products_of_exact_weights` relies on, and its arm that must fail: whoever takes the scale or the bias of another output or
+/// group, or one for the other, gets other sums.
+#[test]
+fn exact_weights_are_exact_and_their_scales_count() {
+    let mut dev = DryRun::new(ActDtype::I8);
+    let mut b = Builder::new(&mut dev);
+    for kind in Kind::quantized() {
+        let (n, k) = (2 * TILE, inputs(kind, EXACT.1));
+        let sample = exact_sample(&mut b, kind, n, k);
+        let x = exact_inputs(&mut b, 1, k);
+        for o in 0..n {
+            let weights = sample.source().dequantize_row(n, k, o).expect("a row");
+            let rounds = |w: &&f32| half::bf16::from_f32(**w).to_f32() != **w;
+            assert_eq!(weights.iter().find(rounds), None, "{kind:?}");
+            // Terms are multiples of a power of two. The bits of 2^23 of these are kept whatever they are added to, in matrix units, too.
+            let bits = weights.iter().fold(0, |bits, w| bits | (64.0 * w) as i32);
+            let most: f32 = weights.iter().zip(&x).map(|(w, x)| (64.0 * w * x).abs()).sum();
+            assert!(most < (1u32 << (23 + bits.trailing_zeros())) as f32, "{kind:?}: {most}");
+        }
+
+        let (format, packed) = sample.pack(TileOrder::Vectors, 1);
+        let layout = super::layout::Layout::of(format).expect("quantised");
+        let tile_bytes = layout.tile_bytes(k).expect("whole groups");
+        let groups = k / layout.group;
+        let params = |o: usize, g: usize| {
+            layout.params(&packed[o / TILE * tile_bytes..], o % TILE, g.min(groups - 1))
+        };
+        let zero = if layout.symmetric { layout.zero() } else { 0 };
+        let product = |o: usize, pick: &dyn Fn(usize, usize) -> (f32, f32)| -> f32 {
+            let weight = |i: usize| {
+                let code = layout.code(&packed[o / TILE * tile_bytes..], o % TILE, i);
+                let (scale, bias) = pick(o, i / layout.group);
+                scale * (i32::from(code) - zero) as f32 + bias
+            };
+            x.iter().enumerate().map(|(i, x)| x * weight(i)).sum()
+        };
+        let mut picks: Vec<(String, Box<dyn Fn(usize, usize) -> (f32, f32)>)> = Vec::new();
+        for (other, group) in [(1, 0), (8, 0), (16, 0), (TILE, 0), (0, 1)] {
+            let of = move |o: usize, g: usize| (o ^ other, g ^ group);
+            let name = |what| format!("{what} of output ^ {other}, group ^ {group}");
+            let scale = move |o, g| (params(of(o, g).0, of(o, g).1).0, params(o, g).1);
+            picks.push((name("scale"), Box::new(scale)));
+            if !layout.symmetric {
+                let bias = move |o, g| (params(o, g).0, params(of(o, g).0, of(o, g).1).1);
+                picks.push((name("bias"), Box::new(bias)));
+            }
+        }
+        if !layout.symmetric {
+            picks.push(("exchanged".to_owned(), Box::new(|o, g| (params(o, g).1, params(o, g).0))));
+        }
+        for (name, pick) in &picks {
+            let moved = (0..n).filter(|&o| product(o, pick) != product(o, &params)).count();
+            assert!(10 * moved > 9 * n, "{kind:?}, {name}: {moved} of {n} outputs");
+        }
     }
 }
 

@@ -148,6 +148,80 @@ pub(crate) fn sample(b: &mut Builder, kind: Kind, n: usize, k: usize) -> Sample 
     Sample { kind, n, k, data, scales, biases }
 }
 
+/// A random matrix whose weights are bf16 numbers, of order 1: 64ths of whole numbers that have eight bits beside powers of two. Scales
+/// and biases differ between outputs and between groups.
+pub(crate) fn exact_sample(b: &mut Builder, kind: Kind, n: usize, k: usize) -> Sample {
+    let mut sample = sample(b, kind, n, k);
+    match kind {
+        Kind::Dense(_) => unreachable!("dense weights are never rounded"),
+        Kind::Mlx(bits, _, dtype) => {
+            let scales = sample.scales.chunks_exact_mut(float(dtype, 0.0).len());
+            let biases = sample.biases.chunks_exact_mut(float(dtype, 0.0).len());
+            for (scale, bias) in scales.zip(biases) {
+                let values = exact_scales(b, (1 << bits) - 1, true);
+                scale.copy_from_slice(&float(dtype, values[0]));
+                bias.copy_from_slice(&float(dtype, values[1]));
+            }
+        }
+        Kind::Ggml(ty) => {
+            for block in sample.data.chunks_exact_mut(ty.block_bytes()) {
+                shorten_sub_scales(ty, block);
+                let values = match ty {
+                    GgmlType::Q4_0 => exact_scales(b, 8, false),
+                    GgmlType::Q5_0 => exact_scales(b, 16, false),
+                    GgmlType::Q4_1 => exact_scales(b, 15, true),
+                    GgmlType::Q5_1 => exact_scales(b, 31, true),
+                    // Codes of eight bits, or with their group's scale.
+                    _ => exact_scales(b, 255, false),
+                };
+                for (&at, value) in half_fields(ty).iter().zip(values) {
+                    block[at..at + 2].copy_from_slice(&half::f16::from_f32(value).to_le_bytes());
+                }
+            }
+        }
+    }
+    sample
+}
+
+/// A scale for codes of up to `most` and a bias: of 0 to `most`, or else of the magnitude of the scale or twice that.
+fn exact_scales(b: &mut Builder, most: i32, affine: bool) -> [f32; 2] {
+    let mut below = |end: i32| (b.random() % end as u64) as i32;
+    let scale = 1 + below(255 / most);
+    let bias =
+        if affine { below(511 - scale * most) - 255 } else { [1, -1, 2, -2][below(4) as usize] };
+    let unit = [1.0, -1.0, 2.0, -2.0, 4.0, -4.0][below(6) as usize] / 64.0;
+    [unit * scale as f32, unit * bias as f32]
+}
+
+/// Leaves as many bits of a block's scales of groups as make eight with those of its codes and biases.
+fn shorten_sub_scales(ty: GgmlType, block: &mut [u8]) {
+    let mut mask = |bytes: std::ops::Range<usize>, bits: u8| {
+        block[bytes].iter_mut().for_each(|byte| *byte &= bits);
+    };
+    match ty {
+        // The first four groups' scales and biases have low bits of zeros; the others' are in the last four bytes.
+        GgmlType::Q4_K => mask(4..12, 0x3c),
+        GgmlType::Q5_K => {
+            mask(4..12, 0x38);
+            mask(12..16, 0xf7);
+        }
+        GgmlType::Q6_K => mask(192..208, 0xf0),
+        GgmlType::IQ4_XS => {
+            // Powers of two, plus 32: the low four bits of each, and the high two.
+            const SCALES: [u8; 8] = [31, 33, 30, 34, 28, 36, 24, 48];
+            let scale =
+                |i: usize, block: &[u8]| SCALES[usize::from(block[4 + i / 2] >> (4 * (i % 2)) & 7)];
+            let scales: [u8; 8] = std::array::from_fn(|i| scale(i, block));
+            block[2..8].fill(0);
+            for (i, scale) in scales.into_iter().enumerate() {
+                block[2 + i / 4] |= (scale >> 4) << (2 * (i % 4));
+                block[4 + i / 2] |= (scale & 15) << (4 * (i % 2));
+            }
+        }
+        _ => {}
+    }
+}
+
 /// Where a block has IEEE halves.
 fn half_fields(ty: GgmlType) -> &'static [usize] {
     match ty {
