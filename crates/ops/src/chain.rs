@@ -53,7 +53,8 @@ const WIDE_COMPUTERS: usize = 12;
 const COPIERS: usize = 4;
 /// Rows of a round up to which products on sm_90 are not wide (product.cuh, beyond them wide.cuh).
 const NARROW: usize = 16;
-/// The most rows of a round that one product takes: what more rows are multiplied with rounds differently.
+/// The most rows of a round that one product takes. More are multiplied as a prompt on sm_90, whose sums have another order:
+/// reading weights again for every 64 would cost more.
 pub(crate) const LIKE_ALONE: usize = 64;
 
 /// Whether the rows of a pass are a stage of a chain: a round's, as long as they don't keep the card busy by themselves.

@@ -28,6 +28,9 @@
 //! with equal `k % 16`, each in ascending order with fma; then the tree of
 //! [`Simd::sum`](crate::simd::Simd::sum). For these two the reference sums in f64.
 //!
+//! **Quantised weight, bf16 activations**, for cards only: the definition of f32 activations. Kernels on tensor cores round `w` to bf16
+//! before they multiply it; products are exact, sums f32 in an order of the kernel's own.
+//!
 //! In all cases `out + product` for `add`, and a row's bits don't depend on other rows.
 
 pub(crate) mod cuda;
