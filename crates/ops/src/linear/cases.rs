@@ -517,23 +517,20 @@ fn exact_weights_are_exact_and_their_scales_count() {
             };
             x.iter().enumerate().map(|(i, x)| x * weight(i)).sum()
         };
-        let mut picks: Vec<(String, Box<dyn Fn(usize, usize) -> (f32, f32)>)> = Vec::new();
-        for (other, group) in [(1, 0), (8, 0), (16, 0), (TILE, 0), (0, 1)] {
-            let of = move |o: usize, g: usize| (o ^ other, g ^ group);
-            let name = |what| format!("{what} of output ^ {other}, group ^ {group}");
-            let scale = move |o, g| (params(of(o, g).0, of(o, g).1).0, params(o, g).1);
-            picks.push((name("scale"), Box::new(scale)));
+        let check = |what: &str, pick: &dyn Fn(usize, usize) -> (f32, f32)| {
+            let moved = (0..n).filter(|&o| product(o, pick) != product(o, &params)).count();
+            assert!(10 * moved > 9 * n, "{kind:?}, {what}: {moved} of {n} outputs");
+        };
+        for (output, group) in [(1, 0), (8, 0), (16, 0), (TILE, 0), (0, 1)] {
+            let other = |o: usize, g: usize| params(o ^ output, g ^ group);
+            let what = format!("of output ^ {output}, group ^ {group}");
+            check(&format!("scale {what}"), &|o, g| (other(o, g).0, params(o, g).1));
             if !layout.symmetric {
-                let bias = move |o, g| (params(o, g).0, params(of(o, g).0, of(o, g).1).1);
-                picks.push((name("bias"), Box::new(bias)));
+                check(&format!("bias {what}"), &|o, g| (params(o, g).0, other(o, g).1));
             }
         }
         if !layout.symmetric {
-            picks.push(("exchanged".to_owned(), Box::new(|o, g| (params(o, g).1, params(o, g).0))));
-        }
-        for (name, pick) in &picks {
-            let moved = (0..n).filter(|&o| product(o, pick) != product(o, &params)).count();
-            assert!(10 * moved > 9 * n, "{kind:?}, {name}: {moved} of {n} outputs");
+            check("one for the other", &|o, g| (params(o, g).1, params(o, g).0));
         }
     }
 }
