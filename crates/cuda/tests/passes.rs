@@ -14,18 +14,10 @@ use ops::{
 };
 
 const PASSES: usize = 40;
-/// Rows of a pass, and how many of them the next one takes up; in turns.
+/// Rows of a lane in a pass, and how many of them the next one takes up; in turns.
 const ROWS: [(u32, u32); 6] = [(8, 8), (1, 1), (8, 5), (0, 0), (5, 4), (8, 0)];
 const MOST: usize = 8;
 const HIDDEN: usize = 1024;
-/// More heads than even a large card has clusters, so that blocks have several, and some a row to norm besides.
-const GDN: GdnGeometry = GdnGeometry {
-    key_heads: 16,
-    value_heads: 80,
-    key_dim: 128,
-    value_dim: 128,
-    head_map: HeadMap::Grouped,
-};
 const HEADS: usize = 24;
 const KV_HEADS: usize = 4;
 const DIM: usize = 256;
@@ -37,11 +29,18 @@ const PAGES: usize = 4;
 struct Made {
     dev: Cuda,
     at: usize,
+    /// With a slot and MOST rows each.
+    lanes: usize,
+    geometry: GdnGeometry,
     /// What passes change, and what they leave.
     kept: Vec<Buf>,
 }
 
 impl Made {
+    fn rows(&self) -> usize {
+        self.lanes * MOST
+    }
+
     fn alloc(&mut self, bytes: usize) -> Buf {
         self.dev.alloc(bytes, "passes").expect("memory")
     }
@@ -69,7 +68,7 @@ impl Made {
     /// Of a pass of its own: rows of bf16.
     fn out(&mut self, width: usize) -> Act {
         let dtype = ActDtype::Bf16;
-        Act { buf: self.kept(MOST * Act::stride(width, dtype)), width, dtype }
+        Act { buf: self.kept(self.rows() * Act::stride(width, dtype)), width, dtype }
     }
 
     /// Runs the passes from the beginning, and returns all that they left.
@@ -89,43 +88,47 @@ impl Made {
     }
 }
 
-/// The lane at each pass.
+/// The lanes at each pass.
 fn steps(made: &mut Made) -> Buf {
-    let (mut pos, mut pending) = (START, 0);
+    let mut kept: Vec<(u32, u32)> = (0..made.lanes as u32).map(|lane| (START + lane, 0)).collect();
     let mut bytes = Vec::new();
     for pass in 0..PASSES {
-        let (rows, keep) = ROWS[pass % ROWS.len()];
-        let step = LaneStep {
-            row0: 0,
-            rows,
-            pos,
-            slot: 0,
-            pending,
-            parity: pass as u32 % 2,
-            reserved: [0; 2],
-        };
-        bytes.extend_from_slice(bytemuck::bytes_of(&step));
-        (pos, pending) = (pos + keep, keep);
+        for (lane, (pos, pending)) in kept.iter_mut().enumerate() {
+            let (rows, keep) = ROWS[(pass + lane) % ROWS.len()];
+            let step = LaneStep {
+                row0: (lane * MOST) as u32,
+                rows,
+                pos: *pos,
+                slot: lane as u32,
+                pending: *pending,
+                parity: pass as u32 % 2,
+                reserved: [0; 2],
+            };
+            bytes.extend_from_slice(bytemuck::bytes_of(&step));
+            (*pos, *pending) = (*pos + keep, keep);
+            assert!((*pos as usize + MOST) <= PAGES * PAGE_TOKENS);
+        }
     }
-    assert!((pos as usize + MOST) <= PAGES * PAGE_TOKENS);
     let buf = made.alloc(bytes.len());
     made.dev.write(buf, &bytes);
     buf
 }
 
 fn gdn(made: &mut Made, lanes: Lanes) -> GdnMix {
-    let (geometry, block, commit, heads) = (GDN, MOST, Commit::Deferred, GDN.value_heads);
-    let [q, k, v, mixed] = [GDN.keys(), GDN.keys(), GDN.values(), GDN.values()]
-        .map(|width| made.alloc(4 * MOST * width));
-    let [g, beta] = [heads; 2].map(|width| made.alloc(4 * MOST * width));
+    let (geometry, block, commit) = (made.geometry, MOST, Commit::Deferred);
+    let heads = geometry.value_heads;
+    let (rows, slots) = (made.rows(), made.lanes);
+    let [q, k, v, mixed] = [geometry.keys(), geometry.keys(), geometry.values(), geometry.values()]
+        .map(|width| made.alloc(4 * rows * width));
+    let [g, beta] = [heads; 2].map(|width| made.alloc(4 * rows * width));
     let prepare = GdnPrepare {
-        qkv: made.floats(MOST * GDN.channels(), 1.0, 0.0),
-        a: made.floats(MOST * heads, 1.0, 0.0),
-        b: made.floats(MOST * heads, 1.0, 0.0),
-        conv: made.floats(4 * GDN.channels(), 0.5, 0.0),
+        qkv: made.floats(rows * geometry.channels(), 1.0, 0.0),
+        a: made.floats(rows * heads, 1.0, 0.0),
+        b: made.floats(rows * heads, 1.0, 0.0),
+        conv: made.floats(4 * geometry.channels(), 0.5, 0.0),
         decay: made.floats(heads, 0.05, -0.06),
         dt_bias: made.floats(heads, 1.0, 0.0),
-        history: made.kept(GdnPrepare::history_bytes(&GDN, block)),
+        history: made.kept(slots * GdnPrepare::history_bytes(&geometry, block)),
         q,
         k,
         v,
@@ -142,8 +145,8 @@ fn gdn(made: &mut Made, lanes: Lanes) -> GdnMix {
         v,
         g,
         beta,
-        state: made.kept(GatedDelta::state_bytes(&GDN)),
-        pending: made.kept(GatedDelta::pending_bytes(&GDN, block)),
+        state: made.kept(slots * GatedDelta::state_bytes(&geometry)),
+        pending: made.kept(slots * GatedDelta::pending_bytes(&geometry, block)),
         out: mixed,
         // A deferred pass needs none.
         scratch: mixed.slice(0, 0),
@@ -154,26 +157,27 @@ fn gdn(made: &mut Made, lanes: Lanes) -> GdnMix {
     };
     let norm = GatedNorm {
         x: mixed,
-        gate: made.floats(MOST * GDN.values(), 1.0, 0.0),
-        weight: made.floats(GDN.value_dim, 1.0, 0.0),
-        out: Act { buf: mixed, width: GDN.values(), dtype: ActDtype::Bf16 },
-        rows: MOST,
-        dim: GDN.value_dim,
+        gate: made.floats(rows * geometry.values(), 1.0, 0.0),
+        weight: made.floats(geometry.value_dim, 1.0, 0.0),
+        out: Act { buf: mixed, width: geometry.values(), dtype: ActDtype::Bf16 },
+        rows,
+        dim: geometry.value_dim,
         eps: 1e-6,
     };
     GdnMix { prepare, delta, norm }
 }
 
 fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
-    let width = HEADS * DIM;
-    let [rotated, mixed] = [width; 2].map(|width| made.alloc(4 * MOST * width));
-    let q = made.floats(MOST * 2 * width, 2.0, 0.0);
+    let (width, rows) = (HEADS * DIM, made.rows());
+    let [rotated, mixed] = [width; 2].map(|width| made.alloc(4 * rows * width));
+    let q = made.floats(rows * 2 * width, 2.0, 0.0);
     let norm = Some(made.floats(DIM, 1.0, 0.0));
-    let table: Vec<u8> = (0..PAGES as u32).rev().flat_map(u32::to_le_bytes).collect();
-    let page = 2 * KV_HEADS * PAGE_TOKENS * DIM;
+    let table: Vec<u8> =
+        (0..(made.lanes * PAGES) as u32).rev().flat_map(u32::to_le_bytes).collect();
+    let pages = made.lanes * PAGES * 2 * KV_HEADS * PAGE_TOKENS * DIM;
     let kv = KvPool {
-        keys: made.kept(PAGES * page),
-        values: made.kept(PAGES * page),
+        keys: made.kept(pages),
+        values: made.kept(pages),
         table: made.alloc(table.len()),
         max_pages: PAGES,
         kv_heads: KV_HEADS,
@@ -188,8 +192,8 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
     };
     let prepare = AttnPrepare {
         queries: Some(Queries { q, stride: 2 * DIM, norm, heads: HEADS, out: rotated }),
-        k: made.floats(MOST * KV_HEADS * DIM, 1.0, 0.0),
-        v: made.floats(MOST * KV_HEADS * DIM, 1.0, 0.0),
+        k: made.floats(rows * KV_HEADS * DIM, 1.0, 0.0),
+        v: made.floats(rows * KV_HEADS * DIM, 1.0, 0.0),
         k_norm: norm,
         rope,
         kv,
@@ -200,7 +204,7 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
         q: rotated,
         kv,
         out: mixed,
-        scratch: made.alloc(Attention::scratch_bytes(MOST, (HEADS, KV_HEADS), DIM)),
+        scratch: made.alloc(Attention::scratch_bytes(rows, (HEADS, KV_HEADS), DIM)),
         lanes,
         heads: HEADS,
         scale: 1.0 / 16.0,
@@ -212,7 +216,7 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
         x: mixed,
         q_gate: Some(q),
         out: Act { buf: mixed, width, dtype: ActDtype::Bf16 },
-        rows: MOST,
+        rows,
         heads: HEADS,
         dim: DIM,
     };
@@ -221,32 +225,48 @@ fn attention(made: &mut Made, lanes: Lanes) -> AttnMix {
 
 #[test]
 fn mixers_find_what_the_pass_before_left() {
+    // More heads than even a large card has clusters, so that blocks have several, and some a row to norm besides.
+    passes_of(1, 80);
+}
+
+/// So many rows have wide products on some cards, and beside them mixers, if all heads have a place.
+#[test]
+fn mixers_of_several_lanes_do_too() {
+    for (lanes, value_heads) in [(2, 80), (4, 48), (8, 16), (3, 80)] {
+        passes_of(lanes, value_heads);
+    }
+}
+
+fn passes_of(lanes: usize, value_heads: usize) {
     let Some(dev) = card() else { return };
-    let mut made = Made { dev, at: 0, kept: Vec::new() };
+    let (key_heads, key_dim, value_dim, head_map) = (16, 128, 128, HeadMap::Grouped);
+    let geometry = GdnGeometry { key_heads, value_heads, key_dim, value_dim, head_map };
+    let mut made = Made { dev, at: 0, lanes, geometry, kept: Vec::new() };
+    let rows = made.rows();
     let steps = steps(&mut made);
     let lanes_of = |pass: usize| {
-        let step = steps.rows(pass, 1, size_of::<LaneStep>());
-        Lanes { step, count: 1, rows: MOST, max_rows: MOST }
+        let step = steps.rows(pass * lanes, lanes, size_of::<LaneStep>());
+        Lanes { step, count: lanes, rows, max_rows: MOST }
     };
-    let ids = made.alloc(4 * MOST);
+    let ids = made.alloc(4 * rows);
     let table = Weight { buf: made.floats(HIDDEN, 1.0, 0.0), format: Format::F32, n: 1, k: HIDDEN };
-    let (x, weight) = (made.alloc(4 * MOST * HIDDEN), made.floats(HIDDEN, 1.0, 0.0));
+    let (x, weight) = (made.alloc(4 * rows * HIDDEN), made.floats(HIDDEN, 1.0, 0.0));
     let xn = made.out(HIDDEN);
     let [first, second, third] = [(); 3].map(|()| gdn(&mut made, lanes_of(0)));
     // The second mixer follows a product, so that it begins before that; the others don't.
-    let input = matrix(&mut made.dev, (GDN.channels(), HIDDEN), 0x3c80, 0xbdf0);
+    let input = matrix(&mut made.dev, (geometry.channels(), HIDDEN), 0x3c80, 0xbdf0);
     let part = LinearPart { weight: input, out: second.prepare.qkv, add: false };
-    let product = Linear::new(xn, MOST, Pass::Round, &[part]);
+    let product = Linear::new(xn, rows, Pass::Round, &[part]);
     let pages = [attention(&mut made, lanes_of(0)), attention(&mut made, lanes_of(0))];
     // An odd number of rows: one block of a cluster norms, the other does not.
-    let norm = RmsNorm { x, weight, out: xn, rows: 5, pass: Pass::Round, eps: 1e-6 };
+    let norm = RmsNorm { x, weight, out: xn, rows: rows - 3, pass: Pass::Round, eps: 1e-6 };
     let mut ops: Vec<Box<dyn Op>> = Vec::new();
     for pass in 0..PASSES {
         let lanes = lanes_of(pass);
         let mut mixer = |cell: GdnMix| GdnMix {
             prepare: GdnPrepare { lanes, ..cell.prepare },
             delta: GatedDelta { lanes, ..cell.delta },
-            norm: GatedNorm { out: made.out(GDN.values()), ..cell.norm },
+            norm: GatedNorm { out: made.out(geometry.values()), ..cell.norm },
         };
         let mixers = [first, second, third].map(&mut mixer);
         let attentions = pages.map(|layer| AttnMix {
@@ -255,7 +275,7 @@ fn mixers_find_what_the_pass_before_left() {
             gate: HeadGate { out: made.out(HEADS * DIM), ..layer.gate },
         });
         // Five stages in a row, and a mixer between two launches of others.
-        ops.push(Box::new(Embed { ids, table, out: x, rows: MOST }));
+        ops.push(Box::new(Embed { ids, table, out: x, rows }));
         ops.push(Box::new(norm));
         ops.push(Box::new(mixers[0]));
         ops.push(Box::new(norm));
@@ -278,6 +298,6 @@ fn mixers_find_what_the_pass_before_left() {
             dev.replay(1, &mut |dev| ops.iter().for_each(|op| dev.run(op.as_ref())));
         });
         let at = recorded.iter().zip(&apart).position(|(a, b)| a != b);
-        assert!(at.is_none(), "replay {replay}: byte {at:?}");
+        assert!(at.is_none(), "{lanes} lanes, replay {replay}: byte {at:?}");
     }
 }

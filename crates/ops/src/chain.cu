@@ -34,38 +34,43 @@ struct Meeting {
     }
 };
 
-#if defined(GDN_BLOCK) && COMPUTERS > WARPS
-#error a mixer beside wide products
-#endif
 #ifdef GDN_BLOCK
-// A head of a lane for each cluster at a time. What the first needs from before this pass is worked out while other blocks are awaited:
-// in the stage before the product before, which is all that happens then (`ahead`), or now, if it has not `begun`.
-__device__ __forceinline__ void gdn_stage(gdn::Shared& mixing, const u64* word, Meeting& meeting, bool meets, bool ahead, bool begun, u32& exchanges) {
-    const u32 heads = (u32)word[14] * gdn::VALUE_HEADS;
+// A head of a lane for each team of a cluster at a time. What the first needs from before this pass is worked out while other blocks are
+// awaited: in the stage before the product before, which is all that happens then (`ahead`), or now, if it has not `begun`.
+__device__ __forceinline__ void gdn_stage(gdn::Shared& mixing, gdn::Peer& peer, const u64* word, Meeting& meeting, bool meets, bool ahead, bool begun) {
+    const u32 heads = (u32)word[14] * gdn::VALUE_HEADS, clusters = gridDim.x / 2;
 #pragma unroll 1
-    for (u32 head = blockIdx.x / 2; head < heads; head += gridDim.x / 2, begun = false) {
+    for (u32 head = blockIdx.x / 2 + gdn::team() * clusters; head < heads; head += TEAMS * clusters, begun = false) {
         gdn::Item item;
         gdn::begin(mixing, item, word, head, begun);
         if (meets) meeting.await(), meets = false;
         if (ahead) return;
-        gdn::finish(mixing, item, word, exchanges);
+        gdn::finish(mixing, item, word, peer);
     }
     if (meets) meeting.await();
+    // What comes next into this memory may be copies.
+    if (TEAMS > 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chain(const __grid_constant__ Program program) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 warp = __shfl_sync(WARP_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, count = program.count;
-#ifdef GDN_BLOCK
-    __shared__ gdn::Shared mixing;
-    if (threadIdx.x == 0) gdn::init(mixing);
-#endif
 #ifdef BLOCKS
     const Stream stream = begin_stream(shared);
 #endif
+#ifdef GDN_BLOCK
+    __shared__ gdn::Mailbox mailbox[TEAMS];
+    if (threadIdx.x < TEAMS) gdn::init(mailbox[threadIdx.x]);
+#if TEAMS > 1  // where products have theirs, but for the ring
+    static_assert(TEAMS * sizeof(gdn::Shared) <= MIXING, "memory of mixers");
+    gdn::Shared* const mixing = (gdn::Shared*)stream.shared;
+#else
+    __shared__ gdn::Shared mixing[1];
+#endif
+#endif
     // Blocks of a cluster write into each other's memory: both must be there, and stay.
-    if (threadIdx.x == 0) phase_init_fence();
+    if (threadIdx.x < 32) phase_init_fence();
     __syncthreads();
     cluster_arrive();
     launch_next();
@@ -80,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
         Block block = begin_block(stream, warp, lane);
 #endif
 #ifdef GDN_BLOCK
-        u32 exchanges = 0;
+        gdn::Peer peer = {mailbox[gdn::team()], 0};
         bool begun = false;
 #endif
         Meeting meeting = {program.meetings, 0};
@@ -95,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
 #endif
             if (i) meeting.arrive();
 #ifdef GDN_BLOCK
-#ifdef NORM_WIDTH
+#if defined(NORM_WIDTH) && TEAMS == 1
             // Not where there is a row to norm: for that, others wait. And not past anything but a product, which leaves lane memory alone.
             const bool idle = kind == 1 && first_norm_row() >= (u32)word[5];
             const bool ahead = idle && i + 2 < count && program.kind[i + 1] == 0 && program.kind[i + 2] == 4;
@@ -103,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
             const bool ahead = false;
 #endif
             if (kind == 4 || ahead) {
-                gdn_stage(mixing, ahead ? program.word[i + 2] : word, meeting, i > 0, ahead, begun, exchanges);
+                gdn_stage(mixing[gdn::team()], peer, ahead ? program.word[i + 2] : word, meeting, i > 0, ahead, begun);
                 begun = ahead;
                 continue;
             }

@@ -16,7 +16,7 @@ const SOURCE: Source = Source {
     name: "chain.cu",
     text: concat!(
         include_str!("program.cuh"),
-        "\n#define WARPS 8\n#define COPIERS 4\n#if defined(BLOCKS) && BLOCKS > 2 && __CUDA_ARCH__ == 900\n#define COMPUTERS 12\n#else\n#define COMPUTERS WARPS\n#endif\n#ifdef BLOCKS\n",
+        "\n#define WARPS 8\n#define COPIERS 4\n#if defined(BLOCKS) && BLOCKS > 1 && __CUDA_ARCH__ == 900\n#define COMPUTERS 12\n#define TEAM_WARPS 4\n#else\n#define COMPUTERS WARPS\n#define TEAM_WARPS WARPS\n#endif\n#define TEAMS (COMPUTERS / TEAM_WARPS)\n#ifdef BLOCKS\n",
         include_str!("linear/weight.cuh"),
         include_str!("linear/fragments.cuh"),
         include_str!("linear/rounded.cuh"),
@@ -47,12 +47,16 @@ pub(crate) const SHARED: usize = 175_000;
 pub(crate) const STATIC_SHARED: usize = 1024;
 /// Warps that compute and take part in each stage.
 pub(crate) const WARPS: usize = 8;
-/// Warps that compute where products are wide.
+/// Warps that compute where products are wide: teams of a mixer.
 const WIDE_COMPUTERS: usize = 12;
+/// Teams of warps, and warps of each, where products are wide.
+pub(crate) const TEAMS: (usize, usize) = (3, WIDE_COMPUTERS / 3);
+/// Bytes of a block's memory that mixers may have where products are wide, together.
+pub(crate) const MIXING: usize = 102 << 10;
 /// Warps that copy.
 const COPIERS: usize = 4;
 /// Rows of a round up to which products on sm_90 are not wide (product.cuh, beyond them wide.cuh).
-const NARROW: usize = 16;
+const NARROW: usize = 8;
 /// The most rows of a round that one product takes. More are multiplied as a prompt on sm_90, whose sums have another order:
 /// reading weights again for every 64 would cost more.
 pub(crate) const LIKE_ALONE: usize = 64;

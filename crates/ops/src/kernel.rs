@@ -145,7 +145,7 @@ pub struct Launch {
 /// Rows of a round up to which each has the bits that it has alone.
 pub const LIKE_ALONE: usize = crate::chain::LIKE_ALONE;
 /// The most stages of a chain.
-pub const MOST_STAGES: usize = 40;
+pub const MOST_STAGES: usize = 56;
 /// The most words of a stage.
 pub const MOST_WORDS: usize = 19;
 

@@ -1,5 +1,5 @@
 // The one argument of a chain: `Program` in kernel.rs.
-#define MOST_STAGES 40
+#define MOST_STAGES 56
 #define WORDS 19
 
 struct Program {

@@ -11,7 +11,7 @@ use crate::{Op, Unsupported};
 const KERNEL: Source = Source {
     name: "gdn_mix/kernel.cu",
     text: concat!(
-        "#define WARPS (GDN_VALUE_DIM / 16)\n",
+        "#define TEAM_WARPS (GDN_VALUE_DIM / 16)\n#define TEAMS 1\n",
         include_str!("stage.cuh"),
         include_str!("kernel.cu")
     ),
@@ -71,10 +71,10 @@ fn few_rows(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsupported
         norm.eps.into(),
         (lanes.count as u32).into(),
     ];
-    // A block of a chain has a multiprocessor to itself: with more heads than clusters, they would take turns. And the stage's shared
-    // memory has to fit beside the stream of weights: wide products leave none.
-    let fits = chain::SHARED + shared_bytes(g) + (2 << 10) <= card.shared as usize;
-    plan.push(if lanes.count <= 1 && !chain::wide(card, lanes.rows) && fits {
+    let wide = chain::wide(card, lanes.rows);
+    let heads = lanes.count * g.value_heads;
+    let joins = if wide { teams_fit(g, heads, card) } else { lanes.count <= 1 && fits(g, card) };
+    plan.push(if joins {
         chain::stage(card, Kind::GdnMix, &defines, 0, &words)
     } else {
         let grid = [2, g.value_heads as u32, lanes.count as u32];
@@ -84,7 +84,24 @@ fn few_rows(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsupported
     Ok(())
 }
 
-/// `Shared` in `stage.cuh`.
+/// Whether a head's memory fits beside the stream of weights. With more heads than clusters (several lanes), they would take turns.
+fn fits(g: &GdnGeometry, card: &Card) -> bool {
+    chain::SHARED + shared_bytes(g) + (2 << 10) <= card.shared as usize
+}
+
+/// Whether each head has a team, and each team memory and warps for its columns, where products are wide. Heads that take turns are
+/// slower than blocks of their own.
+fn teams_fit(g: &GdnGeometry, heads: usize, card: &Card) -> bool {
+    let (teams, warps) = chain::TEAMS;
+    let (columns, places) = (g.value_dim / 2, teams * chain::blocks(card) / 2);
+    let sets = columns.div_ceil(8 * warps);
+    heads <= places
+        && sets <= 2
+        && columns.is_multiple_of(8 * sets)
+        && teams * shared_bytes(g) <= chain::MIXING
+}
+
+/// `Shared` and `Mailbox` in `stage.cuh`.
 fn shared_bytes(g: &GdnGeometry) -> usize {
     let columns = g.value_dim / 2;
     let width = 2 * g.key_dim + columns;

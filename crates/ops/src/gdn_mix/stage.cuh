@@ -1,7 +1,8 @@
 // gdn_mix as a stage of a chain: convolution, gates, delta rule and norm for a few rows of each lane, deferred
 // shapes   those of the parts: gdn_prepare, gated_delta, gated_norm; out (rows, VALUES) bf16 or f32, GDN_STRIDE bytes a row
-// work     a cluster has a value head of a lane at a time, a block half of its columns, each of its first COLUMN_WARPS warps 8 of
-//          them: lane l the keys l / 2 + 16 i and columns 4 (l % 2) .. + 4, in registers
+// work     a team of warps in each block of a cluster has a value head of a lane at a time, the team of each block half of its columns,
+//          each of its first COLUMN_WARPS warps SETS times 8 of them: lane l of eight the keys l / 2 + 16 i and columns
+//          4 (l % 2) .. + 4, in registers
 // traffic  the state read once and written once; of the rows, q and k once for each of a key head's blocks
 // source   definition: the parts' reference(). Row t of a pass has the bits of a pass of its own: see gated_delta/scan.cu
 // words    qkv, a, b, gate, conv, decay, dt_bias, weight, history, state, pending, out, steps, eps, lanes
@@ -12,7 +13,7 @@
 // squares meet through the cluster.
 //
 // GDN_KEY_HEADS, GDN_VALUE_HEADS, GDN_KEY_DIM, GDN_VALUE_DIM; GDN_TILED: the head map; GDN_BLOCK: rows of a deferred pass;
-// GDN_STRIDE; GDN_BF16.
+// GDN_STRIDE; GDN_BF16. TEAMS: of a block; TEAM_WARPS: of a team.
 
 namespace gdn {
 
@@ -23,22 +24,45 @@ constexpr u32 HEADS_OF_KEY = VALUE_HEADS / KEY_HEADS, TAPS = 4, TILE = 16;
 constexpr u32 HALF = GDN_BLOCK * (KEYS + VALUES + VALUE_HEADS), HEIGHT = TAPS - 1 + GDN_BLOCK;
 constexpr float L2_EPS = 1e-6f;
 
-constexpr u32 THREADS = 32 * WARPS;
-constexpr u32 COLUMNS = VALUE_DIM / 2, COLUMN_WARPS = COLUMNS / 8;  // of a block; the warps that have them
+constexpr u32 THREADS = 32 * TEAM_WARPS;
+constexpr u32 COLUMNS = VALUE_DIM / 2, SETS = COLUMNS > 8 * TEAM_WARPS ? 2 : 1;  // of a team; of a warp, eight columns each
+constexpr u32 COLUMN_WARPS = COLUMNS / (8 * SETS);                              // that have columns
 constexpr u32 OWN = KEY_DIM / 16;                                   // keys of a lane
 constexpr u32 TURN = 8;                                             // rows at a time
 // A block's channels of a row: a query head, a key head, its half of a value head; four to a thread.
 constexpr u32 WIDTH = 2 * KEY_DIM + COLUMNS, QUADS = WIDTH / 4, KEY_QUADS = (KEY_DIM + 127) / 128;
-static_assert(COLUMN_WARPS <= WARPS, "a warp for every eight columns");
+static_assert(COLUMN_WARPS <= TEAM_WARPS && COLUMN_WARPS * 8 * SETS == COLUMNS, "a warp for every set of columns");
 
-struct Shared {
+// The same for all lanes, as the compiler can tell: what it takes for a branch of some of them makes all loops of a chain slower.
+__device__ __forceinline__ u32 warp_of_block() {
+    return __shfl_sync(WARP_ALL, threadIdx.x / 32, 0);
+}
+__device__ __forceinline__ u32 team() {
+    return TEAMS > 1 ? warp_of_block() / TEAM_WARPS : 0;
+}
+// Of the team.
+__device__ __forceinline__ u32 warp_of_team() {
+    return TEAMS > 1 ? warp_of_block() % TEAM_WARPS : warp_of_block();
+}
+__device__ __forceinline__ u32 thread_of_team() {
+    return TEAMS > 1 ? threadIdx.x % THREADS : threadIdx.x;
+}
+__device__ __forceinline__ void team_barrier() {
+    barrier(TEAMS > 1 ? 8 + team() : 1, THREADS);
+}
+
+// What a team has of an item.
+struct alignas(16) Shared {
     float taps[TAPS][WIDTH];
     float stream[TAPS - 1 + TURN][WIDTH];
     float k[TURN][KEY_DIM], q[TURN][KEY_DIM]; // in the order of `place`
     float v[TURN][COLUMNS], out[TURN][COLUMNS], gate[TURN][COLUMNS];
     float weight[COLUMNS];
     float decay[TURN], beta[TURN], kq[TURN];
-    float squares[2][TURN]; // of the other block, in even and odd exchanges
+};
+// Where a team finds what that of the other block sent, in even and odd exchanges.
+struct Mailbox {
+    float squares[2][TURN];
     u64 sent[2];
 };
 
@@ -113,21 +137,27 @@ __device__ __forceinline__ void own_keys(float (&to)[OWN], const float* row) {
 }
 
 struct State {
-    float s[OWN][4];
+    float s[SETS][OWN][4];
 
     // S = decay S + k dᵀ
-    __device__ __forceinline__ void take_up(float decay, const float* row, const float (&d)[4]) {
+    __device__ __forceinline__ void take_up(float decay, const float* row, const float (&d)[SETS][4]) {
         float k[OWN];
         own_keys(k, row);
 #pragma unroll
-        for (int i = 0; i < OWN; i++)
+        for (int set = 0; set < SETS; set++)
 #pragma unroll
-            for (int c = 0; c < 4; c++) s[i][c] = __fmaf_rn(k[i], d[c], __fmul_rn(decay, s[i][c]));
+            for (int i = 0; i < OWN; i++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) s[set][i][c] = __fmaf_rn(k[i], d[set][c], __fmul_rn(decay, s[set][i][c]));
     }
 };
 
-__device__ __forceinline__ float4* state_of(float* state, const LaneStep& step, const Part& part) {
-    u32 lane = threadIdx.x % 32, column = part.half * COLUMNS + threadIdx.x / 32 * 8 + lane % 2 * 4;
+// The first of the team's columns that this thread has, in a set of its warp.
+__device__ __forceinline__ u32 own_column(u32 set) {
+    return (warp_of_team() * SETS + set) * 8 + threadIdx.x % 2 * 4;
+}
+__device__ __forceinline__ float4* state_of(float* state, const LaneStep& step, const Part& part, u32 set) {
+    u32 lane = threadIdx.x % 32, column = part.half * COLUMNS + own_column(set);
     u64 tile = (u64)(step.slot * VALUE_HEADS + part.head) * (VALUE_DIM / TILE) + column / TILE;
     return (float4*)(state + (tile * KEY_DIM + lane / 2) * TILE + column % TILE);
 }
@@ -135,13 +165,13 @@ __device__ __forceinline__ float4* state_of(float* state, const LaneStep& step, 
 // Rows that the previous pass left and that were kept.
 __device__ __forceinline__ void take_up_pending(
     Shared& shared, State& s, float* state, const float* kept, const LaneStep& step, const Part& part) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 warp = warp_of_team(), lane = threadIdx.x % 32;
     const float *d = kept + GDN_BLOCK * KEYS, *g = d + GDN_BLOCK * VALUES;
 #pragma unroll 1
     for (u32 first = 0; first < step.pending; first += TURN) {
         u32 rows = min(step.pending - first, TURN);
 #pragma unroll 1
-        for (u32 r = warp; r < rows; r += WARPS) {
+        for (u32 r = warp; r < rows; r += TEAM_WARPS) {
             const float* k = kept + (first + r) * KEYS + part.key_head * KEY_DIM;
 #pragma unroll
             for (u32 c = 4 * lane; c < KEY_DIM; c += 128) store_placed(shared.k[r], c, __ldcg((const float4*)(k + c)));
@@ -150,19 +180,26 @@ __device__ __forceinline__ void take_up_pending(
                     __ldcg((const float4*)(d + (first + r) * VALUES + part.column() + 4 * lane));
             if (lane == 0) shared.decay[r] = expf(__ldcg(g + (first + r) * VALUE_HEADS + part.head));
         }
-        barrier(1, THREADS);
+        team_barrier();
 #pragma unroll 1
         for (u32 r = 0; r < rows && warp < COLUMN_WARPS; r++) {
-            float4 x = *(const float4*)&shared.v[r][8 * warp + 4 * (lane % 2)];
-            float row[4] = {x.x, x.y, x.z, x.w};
+            float row[SETS][4];
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+                float4 x = *(const float4*)&shared.v[r][own_column(set)];
+                row[set][0] = x.x, row[set][1] = x.y, row[set][2] = x.z, row[set][3] = x.w;
+            }
             s.take_up(shared.decay[r], shared.k[r], row);
         }
-        barrier(1, THREADS);
+        team_barrier();
     }
     if (step.pending == 0 || warp >= COLUMN_WARPS) return;
-    float4* to = state_of(state, step, part);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) to[4 * TILE * i] = make_float4(s.s[i][0], s.s[i][1], s.s[i][2], s.s[i][3]);
+    for (int set = 0; set < SETS; set++) {
+        float4* to = state_of(state, step, part, set);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) to[4 * TILE * i] = make_float4(s.s[set][i][0], s.s[set][i][1], s.s[set][i][2], s.s[set][i][3]);
+    }
 }
 
 // Rows `first - 3 + from .. first - 3 + to` of the lane's stream; those below 0 are history.
@@ -170,7 +207,7 @@ __device__ __forceinline__ void copy_stream(
     Shared& shared, const float* qkv, const float* history, const LaneStep& step, const Part& part, u32 first,
     u32 from, u32 to) {
 #pragma unroll 1
-    for (u32 i = from * QUADS + threadIdx.x; i < to * QUADS; i += THREADS) {
+    for (u32 i = from * QUADS + thread_of_team(); i < to * QUADS; i += THREADS) {
         u32 r = i / QUADS, c = 4 * (i % QUADS);
         const float* row = first + r < TAPS - 1
                                ? history + (step.pending + r) * CHANNELS
@@ -231,47 +268,58 @@ __device__ __forceinline__ void prepare_row(Shared& shared, u32 r, float* kept) 
     }
 }
 
-// One row of the rule on all of the block's columns: out = e^g Sᵀq + (k · q) d, where S is the state before the
-// row. `kept`: where the next pass finds the warp's part of d.
+// One row of the rule on all of the team's columns: out = e^g Sᵀq + (k · q) d, where S is the state before the
+// row. `kept`: where the next pass finds the team's part of d.
 __device__ __forceinline__ void scan_row(Shared& shared, State& s, u32 r, float* kept) {
-    u32 lane = threadIdx.x % 32, columns = threadIdx.x / 32 * 8 + 4 * (lane % 2);
-    float sums[8];
+    u32 lane = threadIdx.x % 32;
+    float sums[SETS][8];
     {
         float k[OWN], q[OWN];
         own_keys(k, shared.k[r]);
         own_keys(q, shared.q[r]);
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            sums[c] = k[0] * s.s[0][c], sums[4 + c] = q[0] * s.s[0][c];
+        for (int set = 0; set < SETS; set++)
 #pragma unroll
-            for (int i = 1; i < OWN; i++) {
-                sums[c] = __fmaf_rn(k[i], s.s[i][c], sums[c]);
-                sums[4 + c] = __fmaf_rn(q[i], s.s[i][c], sums[4 + c]);
+            for (int c = 0; c < 4; c++) {
+                sums[set][c] = k[0] * s.s[set][0][c], sums[set][4 + c] = q[0] * s.s[set][0][c];
+#pragma unroll
+                for (int i = 1; i < OWN; i++) {
+                    sums[set][c] = __fmaf_rn(k[i], s.s[set][i][c], sums[set][c]);
+                    sums[set][4 + c] = __fmaf_rn(q[i], s.s[set][i][c], sums[set][4 + c]);
+                }
             }
-        }
     }
     // Over the 16 groups of keys: lanes below 16 end up with Sᵀk of column `own`, the others with Sᵀq.
 #pragma unroll
     for (int width = 4, mask = 16; width > 0; width /= 2, mask /= 2) {
         bool upper = lane & mask;
 #pragma unroll
-        for (int i = 0; i < width; i++) {
-            float give = upper ? sums[i] : sums[width + i];
-            float keep = upper ? sums[width + i] : sums[i];
-            sums[i] = keep + __shfl_xor_sync(WARP_ALL, give, mask);
-        }
-    }
-    float sum = sums[0] + __shfl_xor_sync(WARP_ALL, sums[0], 2);
-    u32 own = (lane & 8 ? 2 : 0) + (lane & 4 ? 1 : 0);
-    float decay = shared.decay[r];
-    float delta = shared.beta[r] * __fmaf_rn(-decay, sum, shared.v[r][columns + own]);
-    float d[4];
+        for (int set = 0; set < SETS; set++)
 #pragma unroll
-    for (int c = 0; c < 4; c++) d[c] = __shfl_sync(WARP_ALL, delta, (c & 2 ? 8 : 0) + (c & 1 ? 4 : 0) + lane % 2);
+            for (int i = 0; i < width; i++) {
+                float give = upper ? sums[set][i] : sums[set][width + i];
+                float keep = upper ? sums[set][width + i] : sums[set][i];
+                sums[set][i] = keep + __shfl_xor_sync(WARP_ALL, give, mask);
+            }
+    }
+    u32 own = (lane & 8 ? 2 : 0) + (lane & 4 ? 1 : 0);
+    float decay = shared.decay[r], beta = shared.beta[r], kq = shared.kq[r];
+    float sum[SETS], delta[SETS], d[SETS][4];
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+        sum[set] = sums[set][0] + __shfl_xor_sync(WARP_ALL, sums[set][0], 2);
+        delta[set] = beta * __fmaf_rn(-decay, sum[set], shared.v[r][own_column(set) + own]);
+#pragma unroll
+        for (int c = 0; c < 4; c++) d[set][c] = __shfl_sync(WARP_ALL, delta[set], (c & 2 ? 8 : 0) + (c & 1 ? 4 : 0) + lane % 2);
+    }
     s.take_up(decay, shared.k[r], d);
-    delta = __shfl_sync(WARP_ALL, delta, lane & 15);
-    if ((lane & 18) == 16) shared.out[r][columns + own] = __fmaf_rn(shared.kq[r], delta, decay * sum);
-    else if ((lane & 18) == 0) kept[4 * (lane % 2) + own] = delta;
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+        float below = __shfl_sync(WARP_ALL, delta[set], lane & 15);
+        u32 column = own_column(set) + own;
+        if ((lane & 18) == 16) shared.out[r][column] = __fmaf_rn(kq, below, decay * sum[set]);
+        else if ((lane & 18) == 0) kept[column] = below;
+    }
 }
 
 // Of the block's part of a row's output. By one warp.
@@ -301,8 +349,14 @@ struct Item {
     State s;
 };
 
-__device__ __forceinline__ void init(Shared& shared) {
-    phase_init(shared_address(&shared.sent[0]), 1), phase_init(shared_address(&shared.sent[1]), 1);
+// A team's way to that of the other block.
+struct Peer {
+    Mailbox& mailbox;
+    u32 exchanges;  // so far
+};
+
+__device__ __forceinline__ void init(Mailbox& mailbox) {
+    phase_init(shared_address(&mailbox.sent[0]), 1), phase_init(shared_address(&mailbox.sent[1]), 1);
 }
 
 // What needs nothing of this pass: the state as the rows before left it. If that has `begun` already, it is read once more, for
@@ -313,15 +367,17 @@ __device__ __forceinline__ void begin(Shared& shared, Item& item, const u64* wor
     item.part = Part(index % VALUE_HEADS), item.step = step_of((const LaneStep*)word[12], index / VALUE_HEADS);
     const Part& part = item.part;
     const LaneStep& step = item.step;
-    const u32 thread = threadIdx.x;
-    if (thread / 32 < COLUMN_WARPS) {
-        const float4* from = state_of(state, step, part);
+    const u32 thread = thread_of_team();
+    if (warp_of_team() < COLUMN_WARPS)
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            float4 x = __ldcg(from + 4 * TILE * i);
-            item.s.s[i][0] = x.x, item.s.s[i][1] = x.y, item.s.s[i][2] = x.z, item.s.s[i][3] = x.w;
+        for (int set = 0; set < SETS; set++) {
+            const float4* from = state_of(state, step, part, set);
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                float4 x = __ldcg(from + 4 * TILE * i);
+                item.s.s[set][i][0] = x.x, item.s.s[set][i][1] = x.y, item.s.s[set][i][2] = x.z, item.s.s[set][i][3] = x.w;
+            }
         }
-    }
     if (begun) return;
 #pragma unroll 1
     for (u32 i = thread; i < TAPS * QUADS; i += THREADS) {
@@ -334,8 +390,8 @@ __device__ __forceinline__ void begin(Shared& shared, Item& item, const u64* wor
     take_up_pending(shared, item.s, state, pending + half * HALF, step, part);
 }
 
-// The rows of this pass. `exchanges`: what the blocks of the cluster sent one another so far.
-__device__ __forceinline__ void finish(Shared& shared, Item& item, const u64* word, u32& exchanges) {
+// The rows of this pass.
+__device__ __forceinline__ void finish(Shared& shared, Item& item, const u64* word, Peer& peer) {
     const float *qkv = (const float*)word[0], *a = (const float*)word[1], *b = (const float*)word[2], *z = (const float*)word[3];
     const float *log_decay = (const float*)word[5], *dt_bias = (const float*)word[6];
     float *history = (float*)word[8], *pending = (float*)word[10];
@@ -343,7 +399,7 @@ __device__ __forceinline__ void finish(Shared& shared, Item& item, const u64* wo
     const float eps = __uint_as_float(word[13]);
     const Part& part = item.part;
     const LaneStep& step = item.step;
-    const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const u32 thread = thread_of_team(), warp = warp_of_team(), lane = thread % 32;
     const u64 other = step.slot * 2 + 1 - step.parity;
     float *next = pending + other * HALF, *past = history + other * HEIGHT * CHANNELS;
 #pragma unroll 1
@@ -357,35 +413,35 @@ __device__ __forceinline__ void finish(Shared& shared, Item& item, const u64* wo
             copy16(shared_address(&shared.gate[r][c]), row + c, 16);
         }
         copies_commit();
-        const u32 gated = warp == WARPS - 1 ? lane : TURN;
+        const u32 gated = warp == TEAM_WARPS - 1 ? lane : TURN;
         Gates gates = {0.0f, 0.0f, 0.0f, 0.0f};
         if (gated < rows) {
             u64 at = (u64)(step.row0 + first + gated) * VALUE_HEADS + part.head;
             gates = {__ldcg(a + at), __ldcg(b + at), log_decay[part.head], dt_bias[part.head]};
         }
         copies_wait<0>();
-        barrier(1, THREADS);
+        team_barrier();
 
 #pragma unroll 1
-        for (u32 r = warp; r < rows; r += WARPS)
+        for (u32 r = warp; r < rows; r += TEAM_WARPS)
             prepare_row(shared, r, part.keeps_key ? next + (first + r) * KEYS + part.key_head * KEY_DIM : nullptr);
         if (gated < rows) {
             float g = gates.log_decay();
             shared.decay[gated] = expf(g), shared.beta[gated] = gates.beta();
             if (part.half == 0) next[GDN_BLOCK * (KEYS + VALUES) + (first + gated) * VALUE_HEADS + part.head] = g;
         }
-        barrier(1, THREADS);
+        team_barrier();
 
-        float* deltas = next + GDN_BLOCK * KEYS + part.column() + 8 * warp;
+        float* deltas = next + GDN_BLOCK * KEYS + part.column();
 #pragma unroll 1
         for (u32 r = 0; r < rows && warp < COLUMN_WARPS; r++) scan_row(shared, item.s, r, deltas + (first + r) * VALUES);
-        barrier(1, THREADS);
+        team_barrier();
 
-        const u64* sent = &shared.sent[exchanges % 2];
-        float* squares_there = shared.squares[exchanges % 2];
+        const u64* sent = &peer.mailbox.sent[peer.exchanges % 2];
+        float* squares_there = peer.mailbox.squares[peer.exchanges % 2];
         if (thread == 0 && rows > 0) phase_arrive_expecting(shared_address(sent), 4 * rows);
 #pragma unroll 1
-        for (u32 r = warp; r < rows; r += WARPS) {
+        for (u32 r = warp; r < rows; r += TEAM_WARPS) {
             float squares = squares_of(shared, r);
             if (lane == 0) send(&squares_there[r], squares, sent, part.half ^ 1);
         }
@@ -396,9 +452,9 @@ __device__ __forceinline__ void finish(Shared& shared, Item& item, const u64* wo
             if (c < 2 * KEY_DIM && !part.keeps_key) continue;
             *(float4*)(past + (first + r) * CHANNELS + part.channel(c)) = *(const float4*)&shared.stream[r][c];
         }
-        if (rows > 0) await_sent(sent, exchanges / 2 % 2), exchanges++;
+        if (rows > 0) await_sent(sent, peer.exchanges / 2 % 2), peer.exchanges++;
 #pragma unroll 1
-        for (u32 r = warp; r < rows; r += WARPS) {
+        for (u32 r = warp; r < rows; r += TEAM_WARPS) {
             float squares = squares_of(shared, r) + squares_there[r];
             if (4 * lane >= COLUMNS) continue;
             float scale = 1.0f / sqrtf(__fadd_rn(squares / VALUE_DIM, eps));
@@ -408,7 +464,7 @@ __device__ __forceinline__ void finish(Shared& shared, Item& item, const u64* wo
                                    x.z * scale * w.z * quick_silu(g.z), x.w * scale * w.w * quick_silu(g.w));
             act_store4<GDN_BF16>(out + (u64)(step.row0 + first + r) * GDN_STRIDE, part.column() + 4 * lane, y);
         }
-        barrier(1, THREADS);
+        team_barrier();
     }
 }
 

@@ -2,7 +2,7 @@
 // product have these parts: `Stream`, `begin_stream`, by all threads; `copy_stream`, what copying warps do; `Block`, `begin_block` and
 // `product`, by warps that compute.
 
-#define WIDE (BLOCKS > 2 && __CUDA_ARCH__ == 900 ? 8 * BLOCKS : 0)  // rows of wide.cuh, which takes over beyond 16
+#define WIDE (BLOCKS > 1 && __CUDA_ARCH__ == 900 ? 8 * BLOCKS : 0)  // rows of wide.cuh, which takes over beyond 8
 #define CHUNK (WARPS * 64)  // inputs, of which each of a block's warps, or each of as many sums, takes 64
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -13,7 +13,7 @@
 // Stream. Three warps copy weights, in turns: one warp takes too long to start so small copies. They run ahead into the next product.
 // One warp copies panels.
 //
-// Defines: those of weight.cuh; BLOCKS of eight rows, 4 or 8: WIDE rows; RING.
+// Defines: those of weight.cuh; BLOCKS of eight rows, 2, 4 or 8: WIDE rows; RING; MIXING: bytes that mixers may have.
 
 #define FEW_TILES 8
 #define MOST_TILES (WIDE == 64 ? 18 : 24)
@@ -26,10 +26,11 @@
 #define GROUPS (COMPUTERS / 4)
 #define CELLS (FEW_TILES * GROUPS)  // of a slot
 
-// Shared memory, in this order, from a multiple of 1024 on.
+// Shared memory, in this order, from a multiple of 1024 on. Up to the ring it is free between products, and then mixers have it.
 #define SUMS_AT (PANELS * GROUPS * PANEL_BYTES)
 #define CROSS_AT (SUMS_AT + (MOST_TILES - MOST_OWN) * TILE_BYTES)
-#define RING_AT (SUMS_AT + MOST_TILES * TILE_BYTES)
+#define SUMS_END (SUMS_AT + MOST_TILES * TILE_BYTES)
+#define RING_AT (SUMS_END > MIXING ? SUMS_END : MIXING)
 #define BARS_AT (RING_AT + RING * SLOT_BYTES)
 
 // The order in which a pass goes through a block's units: those of `abreast` sums at a time, chunk after chunk.
@@ -187,7 +188,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
     u32 lane = block.lane, left = order.all();
     u32 cells_at = shared_address(block.shared) + RING_AT + (mine0 * order.abreast + my_sum) * CELL_BYTES, cell_at = cells_at + block.ring.slot * SLOT_BYTES;
     const u32 second_at = apart * order.abreast * CELL_BYTES;
-    u64 panel = rows_along(block.panels.base + (block.panels.slot * order.abreast + my_sum) * PANEL_BYTES);
+    u32 panel = (u32)rows_along(block.panels.base + (block.panels.slot * order.abreast + my_sum) * PANEL_BYTES);
     asm volatile("" : "+r"(lane), "+r"(cells_at), "+r"(cell_at));
 
     auto enter = [&]() {
@@ -222,7 +223,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
             for (int i = 0; i < MINE; i++) keep(sum[i]);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < 4; j++) wgmma(sum[m], a[j], panel + 2 * j, 1);  // 32 bytes a step
+        for (int j = 0; j < 4; j++) wgmma(sum[m], a[j], rows_along(0) & ~(u64)0xffffffff | (panel + 2 * j), 1);  // 32 bytes a step
         wgmma_commit();
     };
     // The units of one place, whose first has its weights in `here`, and which leaves those of the next place in `after`.

@@ -27,8 +27,8 @@ pub(super) fn plan(
         let [a, b, c, d] = weight_defines(Some(group.layout));
         let define = |name, value: usize| (name, value as i64);
         let (blocks, ring) = (define("BLOCKS", few.blocks), define("RING", few.ring));
-        let defines = [a, b, c, d, blocks, ring];
-        let defines = defines.into_iter().chain(few.pass.map(|pass| (pass, 1))).collect::<Vec<_>>();
+        let kind = few.pass.map_or(define("MIXING", chain::MIXING), |pass| (pass, 1));
+        let defines = [a, b, c, d, blocks, ring, kind];
         let args = group.args(op, first, rows);
         let mut words = [Arg::Null; 19];
         words[..5].copy_from_slice(&args[..5]);
@@ -123,7 +123,8 @@ impl Few {
             return None;
         }
         let slot = 24 * group.layout.cell_bytes();
-        let rest = 1024 + 3 * panels * panel_bytes(64, rows) + most * rows * 64 + 512;
+        let inputs_and_sums = 3 * panels * panel_bytes(64, rows) + most * rows * 64;
+        let rest = 1024 + inputs_and_sums.max(chain::MIXING) + 512;
         let free = (card.shared as usize).checked_sub(rest + chain::STATIC_SHARED)?;
         let (ring, tiles) = ((free / slot).min(8), run.div_ceil(run.div_ceil(most)));
         let few = Few { blocks, ring, shared: rest + ring * slot, tiles, split, pass: None };
