@@ -114,18 +114,20 @@ extern "C" __global__ void __launch_bounds__(32 * (COMPUTERS + COPIERS), 1) chai
             }
 #endif
             if (i) meeting.await();
-#if defined(BLOCKS) && WIDE
-            if (kind == 5) panels_stage(word, warp, lane);
-#endif
-            if (COMPUTERS > WARPS && kind != 0 && warp >= WARPS) continue;
             switch (kind) {
 #ifdef BLOCKS
             case 0: product(next, word, block); break;
+#if WIDE
+            case 5: panels_stage(word, warp, lane); break;
 #endif
+#endif
+            case 2: silu_mul_stage(word, warp, lane); break;
+            }
+            if (COMPUTERS > WARPS && warp >= WARPS) continue;
+            switch (kind) {
 #ifdef NORM_WIDTH
             case 1: rms_norm_stage(word); break;
 #endif
-            case 2: silu_mul_stage(word); break;
             case 3: copy_rows_stage(word); break;
             }
         }

@@ -188,6 +188,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
     u32 lane = block.lane, left = order.all();
     u32 cells_at = shared_address(block.shared) + RING_AT + (mine0 * order.abreast + my_sum) * CELL_BYTES, cell_at = cells_at + block.ring.slot * SLOT_BYTES;
     const u32 second_at = apart * order.abreast * CELL_BYTES;
+    const u64 operand = rows_along(0) >> 32 << 32;  // its low word is where it lies, which is all that changes
     u32 panel = (u32)rows_along(block.panels.base + (block.panels.slot * order.abreast + my_sum) * PANEL_BYTES);
     asm volatile("" : "+r"(lane), "+r"(cells_at), "+r"(cell_at));
 
@@ -223,7 +224,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
             for (int i = 0; i < MINE; i++) keep(sum[i]);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < 4; j++) wgmma(sum[m], a[j], rows_along(0) & ~(u64)0xffffffff | (panel + 2 * j), 1);  // 32 bytes a step
+        for (int j = 0; j < 4; j++) wgmma(sum[m], a[j], operand | (panel + 2 * j), 1);  // 32 bytes a step
         wgmma_commit();
     };
     // The units of one place, whose first has its weights in `here`, and which leaves those of the next place in `after`.
