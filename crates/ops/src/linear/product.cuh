@@ -104,6 +104,7 @@ __device__ __forceinline__ Stream begin_stream(u8* shared) {
 }
 
 __device__ __forceinline__ void copy_stream(const Stream& stream, const Program& program, u32 copier, u32 lane) {
+    give_registers<56>();
     Copier copies = {stream.ring, copier, read_once()};
     for (u32 i = 0; i < program.count && copier < TURNS; i++)
         if (program.kind[i] == 0) copies.fill(Product(program.word[i]), lane);
@@ -116,6 +117,7 @@ struct Block {
     u32 warp, lane, cross, cross_parity, dirty;  // dirty: rows of the activation buffers that are not zeros
 };
 __device__ __forceinline__ Block begin_block(const Stream& stream, u32 warp, u32 lane) {
+    take_registers<216>();
     for (u32 i = lane * 4; i < X_AHEAD * X_BYTES; i += 128)
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(stream.shared) + X_AT + warp * X_AHEAD * X_BYTES + i), "r"(0) : "memory");
     return {stream.shared, stream.ring, warp, lane, stream.cross, 0, 0};
@@ -154,17 +156,16 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
 #pragma unroll
     for (int i = 0; i < X_AHEAD; i++) fetch_x(i);
 
-    // Takes a slot's half tiles s .. of the pass that starts at `first` into registers, one slot before they are multiplied.
+    // Takes a slot's half tiles, s .. of a pass, into registers, one slot before they are multiplied. What is not there (half tiles, and
+    // inputs of a last chunk that is short) is taken as it happens to be: nobody multiplies it, or reads its sums.
     Ring ring = block.ring;
     Unit w[2][STAGE];
-    auto take = [&](Unit(&to)[STAGE], int s, u32 first, u32 c) {
+    auto take = [&](Unit(&to)[STAGE], int s) {
         const u8* slot = block.shared + ring.slot * SLOT_BYTES;
         phase_wait(ring.full + 8 * ring.slot, ring.parity);
-        // Half tiles that are not there get sums that nobody reads.
-        if (first + s < p.run && c * CHUNK + warp * 64 < p.k)
 #pragma unroll
-            for (int i = 0; i < STAGE; i++)
-                if (s + i < TILES) load_unit(to[i], slot + i * CHUNK_BYTES, warp, lane);
+        for (int i = 0; i < STAGE; i++)
+            if (s + i < TILES) load_unit(to[i], slot + i * CHUNK_BYTES, warp, lane);
         __syncwarp();
         if (lane == 0) phase_arrive(ring.empty + 8 * ring.slot);
         ring.next();
@@ -196,16 +197,15 @@ __device__ __forceinline__ void product(const Product& p, const u64* word, Block
         for (int i = 0; i < SLOTS; i++) {
             const int left = TILES - i * STAGE;
             Unit(&next)[STAGE] = w[(turn + i + 1) % 2];
-            if (i + 1 < SLOTS) take(next, (i + 1) * STAGE, first, c);
-            else if (c + 1 < p.chunk1) take(next, 0, first, c + 1);
-            else if (first + TILES < p.run) take(next, 0, first + TILES, p.chunk0);
+            if (i + 1 < SLOTS) take(next, (i + 1) * STAGE);
+            else if (c + 1 < p.chunk1 || first + TILES < p.run) take(next, 0);
             if (!here || i * STAGE >= count) continue;
             if (left >= STAGE) multiply<STAGE>(sum + i * STAGE, w[(turn + i) % 2], b);
             else if (left == 2) multiply<2>(sum + i * STAGE, w[(turn + i) % 2], b);
             else multiply<1>(sum + i * STAGE, w[(turn + i) % 2], b);
         }
     };
-    if (p.run) take(w[0], 0, 0, p.chunk0);
+    if (p.run) take(w[0], 0);
     bool odd = false;
     for (u32 first = 0; first < p.run; first += TILES) {
         const u32 count = min((u32)TILES, p.run - first);

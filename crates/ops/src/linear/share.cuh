@@ -40,6 +40,21 @@ struct Product {
     }
 };
 
+// Hopper lets four warps give registers back and others take them, of as many as threads had at first: who copies needs few. All
+// loops of a chain are slower where one spills.
+template <int N>
+__device__ __forceinline__ void give_registers() {
+#if __CUDA_ARCH__ == 900
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+template <int N>
+__device__ __forceinline__ void take_registers() {
+#if __CUDA_ARCH__ == 900
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
 // The ring and where a thread is in it.
 struct Ring {
     u32 base, full, empty, slot, parity;

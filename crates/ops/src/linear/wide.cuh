@@ -136,7 +136,7 @@ __device__ __forceinline__ Stream begin_stream(u8* shared) {
 
 #define PANELS_READY 2  // a barrier, of computing warps and the one that copies panels
 __device__ __forceinline__ void copy_stream(const Stream& stream, const Program& program, u32 copier, u32 lane) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    give_registers<56>();
     if (copier < WEIGHT_COPIERS) {
         WeightCopier copies = {stream.ring, copier, read_once()};
         for (u32 i = 0; i < program.count; i++)
@@ -164,7 +164,7 @@ struct Block {
     u32 warp, lane, cross, cross_parity;
 };
 __device__ __forceinline__ Block begin_block(const Stream& stream, u32 warp, u32 lane) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    take_registers<152>();
     return {stream.shared, stream.ring, stream.panels, warp, lane, stream.cross, 0};
 }
 
