@@ -209,7 +209,6 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
     };
     // A half tile's codes come into registers, then they are made weights.
     auto fetch = [&](int m, u32 first_sum) {
-        if (m > 0 && mine0 + apart >= tiles) return;
         const u8* at = (const u8*)__cvta_shared_to_generic(cell_at + m * second_at);
         load_unit(unit, at, at + HEADER_BYTES, SPAN > 64 ? (first_sum + my_sum) % UNITS_OF_SPAN : 0, lane);
     };
@@ -232,7 +231,7 @@ __device__ __forceinline__ void sums_of_pass(const Product& p, u32 tiles, Block&
         const u32 slot = block.ring.slot, panels = block.panels.slot;
         start(0, here);
         if (MINE == 2) {
-            fetch(1, first_sum), decode(after);
+            if (mine0 + apart < tiles) fetch(1, first_sum), decode(after);  // else sums that nobody reads
             start(1, after);
             wgmma_wait<1>();
             keep(here), keep(sum[0]);
