@@ -252,11 +252,15 @@ fn passes_of(lanes: usize, value_heads: usize) {
     let table = Weight { buf: made.floats(HIDDEN, 1.0, 0.0), format: Format::F32, n: 1, k: HIDDEN };
     let (x, weight) = (made.alloc(4 * rows * HIDDEN), made.floats(HIDDEN, 1.0, 0.0));
     let xn = made.out(HIDDEN);
-    let [first, second, third] = [(); 3].map(|()| gdn(&mut made, lanes_of(0)));
-    // The second mixer follows a product, so that it begins before that; the others don't.
+    let cells = [(); 4].map(|()| gdn(&mut made, lanes_of(0)));
+    // The second mixer follows a product, so that it begins before that; the others don't, but for the third, whose product is
+    // of few outputs: blocks share its inputs.
     let input = matrix(&mut made.dev, (geometry.channels(), HIDDEN), 0x3c80, 0xbdf0);
-    let part = LinearPart { weight: input, out: second.prepare.qkv, add: false };
+    let part = LinearPart { weight: input, out: cells[1].prepare.qkv, add: false };
     let product = Linear::new(xn, rows, Pass::Round, &[part]);
+    let small = matrix(&mut made.dev, (HIDDEN, HIDDEN), 0x3c80, 0xbdf0);
+    let part = LinearPart { weight: small, out: made.kept(4 * rows * HIDDEN), add: false };
+    let shared = Linear::new(xn, rows, Pass::Round, &[part]);
     let pages = [attention(&mut made, lanes_of(0)), attention(&mut made, lanes_of(0))];
     // An odd number of rows: one block of a cluster norms, the other does not.
     let norm = RmsNorm { x, weight, out: xn, rows: rows - 3, pass: Pass::Round, eps: 1e-6 };
@@ -268,22 +272,25 @@ fn passes_of(lanes: usize, value_heads: usize) {
             delta: GatedDelta { lanes, ..cell.delta },
             norm: GatedNorm { out: made.out(geometry.values()), ..cell.norm },
         };
-        let mixers = [first, second, third].map(&mut mixer);
+        let mixers = cells.map(&mut mixer);
         let attentions = pages.map(|layer| AttnMix {
             prepare: AttnPrepare { lanes, ..layer.prepare },
             attention: Attention { lanes, ..layer.attention },
             gate: HeadGate { out: made.out(HEADS * DIM), ..layer.gate },
         });
-        // Five stages in a row, and a mixer between two launches of others.
+        // Three mixers in a chain, and one between two launches of others.
         ops.push(Box::new(Embed { ids, table, out: x, rows }));
         ops.push(Box::new(norm));
         ops.push(Box::new(mixers[0]));
         ops.push(Box::new(norm));
         ops.push(Box::new(product));
         ops.push(Box::new(mixers[1]));
+        ops.push(Box::new(norm));
+        ops.push(Box::new(shared));
+        ops.push(Box::new(mixers[2]));
         ops.push(Box::new(attentions[0]));
         ops.push(Box::new(norm));
-        ops.push(Box::new(mixers[2]));
+        ops.push(Box::new(mixers[3]));
         ops.push(Box::new(attentions[1]));
     }
     let apart = made.run(|dev| {

@@ -138,7 +138,7 @@ fn joined_stages_have_the_bits_of_stages_apart() {
     let start: Vec<u8> =
         (0..most * hidden).flat_map(|i| (f32::from(pattern(i)) - 127.5).to_le_bytes()).collect();
     let mut row = Vec::new();
-    for rows in [1, 8, 2, 20, 64] {
+    for rows in [1, 8, 2, 12, 20, 64] {
         dev.write(x, &start);
         mlp(&mut dev, &m, rows);
         let apart = bytes_of(&mut dev, x.rows(0, rows, 4 * hidden));

@@ -80,7 +80,7 @@ impl Paper {
         let kept = |name: &str| !but.contains(&name) && !tiles(name);
         let kernel = |l: &ops::kernel::Launch| {
             let defines = l.defines.as_slice().iter().copied().filter(|(name, _)| kept(name));
-            // The mixers of several lanes are a launch of the code that one lane's are a stage of.
+            // Where they are no stage of a chain, mixers of several lanes are a launch of the same code.
             match l.entry {
                 "gdn_mix" => ("chain.cu", "chain", defines.collect()),
                 // Two kernels with one order of sums, which ops' cases compare bit by bit.
@@ -94,8 +94,8 @@ impl Paper {
 
 /// Defines that say how rows are shared out, of which no row's bits depend: rows and outputs of a block and its ring; and
 /// of kernels for rounds, blocks of rows and room for them.
-const SHARES: [&str; 8] =
-    ["ROWS", "GROUPS", "STAGES", "BLOCKS", "RING", "TILES", "UNITS", "SHARED"];
+const SHARES: [&str; 9] =
+    ["ROWS", "GROUPS", "STAGES", "BLOCKS", "RING", "MIXING", "TILES", "UNITS", "SHARED"];
 
 #[test]
 fn a_prompt_takes_the_same_kernels_whatever_its_rows() {

@@ -1,5 +1,6 @@
 // chain: stages one after the other, each over the whole card, in one launch
-// launch   one block an SM in clusters of 2: COMPUTERS warps compute, of which WARPS all stages, COPIERS copy weights
+// launch   one block an SM in clusters of 2: COMPUTERS warps compute, of which WARPS all stages, COPIERS copy weights; beside wide
+//          products, mixers have TEAMS of them
 // source   the stages' own folders; mod.rs says what may follow what
 //
 // Between two stages all blocks meet. The copying warps do not: they run ahead through the weights of all products, so that memory is

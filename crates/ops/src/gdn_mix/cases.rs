@@ -357,10 +357,16 @@ fn refuses_parts_that_do_not_fit_together() {
 
 /// The kernel that one lane of the largest shape has on a card.
 #[cfg(test)]
-pub(super) fn plan_of_one_lane(card: &crate::kernel::Card) -> &'static str {
+pub(super) fn entry_of_plan(
+    card: &crate::kernel::Card,
+    lanes: usize,
+    rows: u32,
+    value_heads: usize,
+) -> &'static str {
     let mut host = crate::Host::new(crate::simd::Isa::Portable, 1);
-    let shape = geometry((16, 48), (128, 128));
-    let mut op = build(&mut Builder::new(&mut host), shape, &[(8, 1, 0, 0)], DEFERRED, false);
+    let shape = geometry((16, value_heads), (128, 128));
+    let list = vec![(rows, 1, 0, 0); lanes];
+    let mut op = build(&mut Builder::new(&mut host), shape, &list, DEFERRED, false);
     op.norm.out.dtype = ActDtype::Bf16;
     let mut plan = crate::kernel::Plan::default();
     op.cuda(card, &mut plan).expect("a shipped shape");

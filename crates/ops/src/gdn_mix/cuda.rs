@@ -1,12 +1,12 @@
-//! Few rows of one lane as a stage of a chain, of more lanes as one launch of the same code; everything else as
-//! the parts.
+//! Few rows of one lane as a stage of a chain, and those of several lanes where products are wide; else of several lanes as one
+//! launch of the same code; everything else as the parts.
 
 use super::GdnMix;
 use crate::chain::{self, Kind};
 use crate::gdn_prepare::{CONV_TAPS, Commit, GdnGeometry, HeadMap};
 use crate::geometry::must_align;
 use crate::kernel::{Arg, Card, Launch, Plan, Source};
-use crate::{Op, Unsupported};
+use crate::{Op, Pass, Unsupported};
 
 const KERNEL: Source = Source {
     name: "gdn_mix/kernel.cu",
@@ -71,9 +71,12 @@ fn few_rows(op: &GdnMix, card: &Card, plan: &mut Plan) -> Result<(), Unsupported
         norm.eps.into(),
         (lanes.count as u32).into(),
     ];
-    let wide = chain::wide(card, lanes.rows);
-    let heads = lanes.count * g.value_heads;
-    let joins = if wide { teams_fit(g, heads, card) } else { lanes.count <= 1 && fits(g, card) };
+    let joins = chain::joins(Pass::Round, lanes.rows)
+        && if chain::wide(card, lanes.rows) {
+            teams_fit(g, lanes.count * g.value_heads, card)
+        } else {
+            lanes.count <= 1 && fits(g, card)
+        };
     plan.push(if joins {
         chain::stage(card, Kind::GdnMix, &defines, 0, &words)
     } else {
@@ -90,7 +93,7 @@ fn fits(g: &GdnGeometry, card: &Card) -> bool {
 }
 
 /// Whether each head has a team, and each team memory and warps for its columns, where products are wide. Heads that take turns are
-/// slower than blocks of their own.
+/// slower than blocks of their own, which they do in a chain without a wide product, too (dense weights): a plan can't see that.
 fn teams_fit(g: &GdnGeometry, heads: usize, card: &Card) -> bool {
     let (teams, warps) = chain::TEAMS;
     let (columns, places) = (g.value_dim / 2, teams * chain::blocks(card) / 2);
@@ -101,7 +104,7 @@ fn teams_fit(g: &GdnGeometry, heads: usize, card: &Card) -> bool {
         && teams * shared_bytes(g) <= chain::MIXING
 }
 
-/// `Shared` and `Mailbox` in `stage.cuh`.
+/// `Shared` in `stage.cuh`, and a little more.
 fn shared_bytes(g: &GdnGeometry) -> usize {
     let columns = g.value_dim / 2;
     let width = 2 * g.key_dim + columns;
@@ -111,13 +114,32 @@ fn shared_bytes(g: &GdnGeometry) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cases::plan_of_one_lane;
+    use super::super::cases::entry_of_plan;
     use crate::kernel::Card;
 
     #[test]
     fn a_stage_only_where_weights_stream_beside_it() {
-        let entry = |shared| plan_of_one_lane(&Card { arch: 120, sms: 170, shared });
+        let entry = |shared| entry_of_plan(&Card { arch: 120, sms: 170, shared }, 1, 1, 48);
         assert_eq!(entry(227 << 10), "chain");
         assert_eq!(entry(99 << 10), "gdn_mix");
+    }
+
+    #[test]
+    fn lanes_are_a_stage_where_products_are_wide_and_each_head_has_a_team() {
+        let card = Card { arch: 90, sms: 132, shared: 227 << 10 };
+        for (lanes, rows, heads, entry) in [
+            (2, 8, 80, "chain"),
+            (4, 8, 48, "chain"),
+            (8, 8, 16, "chain"),
+            (3, 8, 80, "gdn_mix"), // more heads than teams
+            (4, 1, 48, "gdn_mix"), // few rows
+            (9, 8, 16, "gdn_mix"), // more rows than a chain has
+        ] {
+            assert_eq!(
+                entry_of_plan(&card, lanes, rows, heads),
+                entry,
+                "{lanes} x {rows}, {heads}"
+            );
+        }
     }
 }

@@ -1,4 +1,4 @@
-// gdn_mix of several lanes: a launch of its own, for a chain has one block on each multiprocessor (after stage.cuh)
+// gdn_mix as a launch of its own, for lanes that are no stage of a chain (after stage.cuh)
 // launch   grid (2, VALUE_HEADS, lanes) in clusters of 2, block THREADS
 // source   stage.cuh, whose bits it has
 

@@ -1,4 +1,4 @@
-//! A round's rows, as stages of a chain: `product.cuh` and, on sm_90 for more than 16 rows, `wide.cuh`. A row's bits don't depend on which.
+//! A round's rows, as stages of a chain: `product.cuh` and, on sm_90 for more than 8 rows, `wide.cuh`. A row's bits don't depend on which.
 
 use super::{Group, weight_defines};
 use crate::chain::{self, Kind};
