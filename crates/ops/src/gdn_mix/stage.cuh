@@ -1,7 +1,7 @@
 // gdn_mix as a stage of a chain: convolution, gates, delta rule and norm for a few rows of each lane, deferred
 // shapes   those of the parts: gdn_prepare, gated_delta, gated_norm; out (rows, VALUES) bf16 or f32, GDN_STRIDE bytes a row
-// work     a team of warps in each block of a cluster has a value head of a lane at a time, the team of each block half of its columns,
-//          each of its first COLUMN_WARPS warps SETS times 8 of them: lane l of eight the keys l / 2 + 16 i and columns
+// work     two teams of warps, one in each block of a cluster, have a value head of a lane at a time, each half of its columns; each of a
+//          team's first COLUMN_WARPS warps has SETS times eight of them: of a set, lane l has the keys l / 2 + 16 i and columns
 //          4 (l % 2) .. + 4, in registers
 // traffic  the state read once and written once; of the rows, q and k once for each of a key head's blocks
 // source   definition: the parts' reference(). Row t of a pass has the bits of a pass of its own: see gated_delta/scan.cu
@@ -26,10 +26,10 @@ constexpr float L2_EPS = 1e-6f;
 
 constexpr u32 THREADS = 32 * TEAM_WARPS;
 constexpr u32 COLUMNS = VALUE_DIM / 2, SETS = COLUMNS > 8 * TEAM_WARPS ? 2 : 1;  // of a team; of a warp, eight columns each
-constexpr u32 COLUMN_WARPS = COLUMNS / (8 * SETS);                              // that have columns
-constexpr u32 OWN = KEY_DIM / 16;                                   // keys of a lane
-constexpr u32 TURN = 8;                                             // rows at a time
-// A block's channels of a row: a query head, a key head, its half of a value head; four to a thread.
+constexpr u32 COLUMN_WARPS = COLUMNS / (8 * SETS);                               // that have columns
+constexpr u32 OWN = KEY_DIM / 16;                                                // keys of a lane
+constexpr u32 TURN = 8;                                                          // rows at a time
+// A team's channels of a row: a query head, a key head, its half of a value head; four to a thread.
 constexpr u32 WIDTH = 2 * KEY_DIM + COLUMNS, QUADS = WIDTH / 4, KEY_QUADS = (KEY_DIM + 127) / 128;
 static_assert(COLUMN_WARPS <= TEAM_WARPS && COLUMN_WARPS * 8 * SETS == COLUMNS, "a warp for every set of columns");
 
